@@ -1,16 +1,16 @@
 """What an array is, whatever library made it: where it lies, how it is laid out, and how to make another.
 
-One object a library (`NUMPY`, `_Torch`, `_CuPy`, `_ForeignGPU`), found by the array's exact type. Nothing here imports
-torch or CuPy unless an array of theirs has come in.
+One object a library, found by the array's type. Nothing here imports torch or CuPy unless an array of theirs has
+come in.
 
 Each array is looked at once a call. What was seen is a plain tuple, since making an object with named fields costs as
 much as all the checks made on it:
 
-    Vector = (host, pointer, length, stride, itemsize, device)
-    Table = (host, pointer, rows, columns, row_stride, column_stride, itemsize, device)
+    Vector = (host, pointer, length, stride, itemsize, device, low, high)
+    Table = (host, pointer, rows, columns, row_stride, column_stride, itemsize, device, low, high)
 
 host: the memory as a NumPy array where the CPU can read it, else None. Strides are in bytes. itemsize: 4 or 8.
-device: a GPU's ordinal, or `CPU`.
+device: a GPU's ordinal, or `CPU`. low, high: addresses of the first byte and of the one behind the last.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import numpy as np
 from . import _jit
 
 CPU = -1
-Vector = tuple[Any, int, int, int, int, int]
-Table = tuple[Any, int, int, int, int, int, int, int]
+Vector = tuple[Any, int, int, int, int, int, int, int]
+Table = tuple[Any, int, int, int, int, int, int, int, int, int]
 
 
 def device_name(device: int) -> str:
@@ -37,12 +37,22 @@ def _raise_dtype(name: str, dtype: object) -> NoReturn:
     raise TypeError(f"{name} must be an int32 or int64 array, was {str(dtype).removeprefix('torch.')}")
 
 
-def _raise_shape(name: str, shape: tuple[int, ...], least: int, dimensions: str) -> NoReturn:
-    raise ValueError(f"{name} must have shape {dimensions} with n >= {least}, was {list(shape)}")
+def _raise_shape(name: str, shape: tuple[int, ...], least: int, form: str) -> NoReturn:
+    raise ValueError(f"{name} must have shape {form} with n >= {least}, was {list(shape)}")
 
 
-def _raise_alignment(name: str, pointer: int, strides: tuple[int, ...], itemsize: int) -> NoReturn:
-    raise ValueError(f"{name} must be aligned to its {itemsize}-byte items, was at {pointer:#x} with strides {strides}")
+def _raise_alignment(name: str, pointer: int, strides: tuple[int, ...]) -> NoReturn:
+    raise ValueError(f"{name} must be aligned to its items, was at {pointer:#x} with strides {strides}")
+
+
+def _span(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
+    """First byte, and the one behind the last, of an array that may be empty or run backwards."""
+    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
+    if 0 in shape:
+        return pointer, pointer
+    return pointer + sum(min(0, reach) for reach in reaches), pointer + sum(
+        max(0, reach) for reach in reaches
+    ) + itemsize
 
 
 class _NumPy:
@@ -56,21 +66,22 @@ class _NumPy:
 
     def vector(self, name: str, array: np.ndarray, least: int) -> Vector:
         host, pointer, itemsize = self._look(name, array)
-        shape = host.shape
+        shape, strides = host.shape, host.strides
         if len(shape) != 1 or shape[0] < least:
             _raise_shape(name, shape, least, "[n]")
-        return host, pointer, shape[0], host.strides[0], itemsize, CPU
+        return host, pointer, *shape, *strides, itemsize, CPU, *_span(pointer, shape, strides, itemsize)
 
     def table(self, name: str, array: np.ndarray, least: int) -> Table:
         host, pointer, itemsize = self._look(name, array)
-        shape = host.shape
+        shape, strides = host.shape, host.strides
         if len(shape) != 2 or shape[0] < least:
             _raise_shape(name, shape, least, "[n, columns]")
-        return host, pointer, *shape, *host.strides, itemsize, CPU
+        return host, pointer, *shape, *strides, itemsize, CPU, *_span(pointer, shape, strides, itemsize)
 
     @staticmethod
-    def writable(array: np.ndarray) -> bool:
-        return array.flags.writeable
+    def check_writable(name: str, array: np.ndarray) -> None:
+        if not array.flags.writeable:
+            raise ValueError(f"{name} must be writable, was read-only")
 
     @staticmethod
     def empty(length: int, like: Any) -> np.ndarray:
@@ -95,9 +106,11 @@ class _Torch:
             self._raise(name, tensor, 1, "[n]", least, reason)
         if length < least:
             _raise_shape(name, tensor.shape, least, "[n]")
+        stride *= itemsize
         device = tensor.get_device()
         host = self._host(name, tensor) if device < 0 else None
-        return host, pointer, length, stride * itemsize, itemsize, device
+        # torch has no negative strides.
+        return host, pointer, length, stride, itemsize, device, pointer, pointer + (length - 1) * stride + itemsize
 
     def table(self, name: str, tensor: Any, least: int) -> Table:
         try:
@@ -108,15 +121,19 @@ class _Torch:
             self._raise(name, tensor, 2, "[n, columns]", least, reason)
         if rows < least:
             _raise_shape(name, tensor.shape, least, "[n, columns]")
+        row_stride *= itemsize
+        column_stride *= itemsize
         device = tensor.get_device()
         host = self._host(name, tensor) if device < 0 else None
-        return host, pointer, rows, columns, row_stride * itemsize, column_stride * itemsize, itemsize, device
+        high = pointer + (rows - 1) * row_stride + (columns - 1) * column_stride + itemsize
+        return host, pointer, rows, columns, row_stride, column_stride, itemsize, device, pointer, high
 
-    def _raise(self, name: str, tensor: Any, ndim: int, dimensions: str, least: int, reason: Exception) -> NoReturn:
+    def _raise(self, name: str, tensor: Any, ndim: int, form: str, least: int, reason: Exception) -> NoReturn:
         if tensor.dtype not in self._itemsizes:
             _raise_dtype(name, tensor.dtype)
         if tensor.ndim != ndim:
-            _raise_shape(name, tensor.shape, least, dimensions)
+            _raise_shape(name, tensor.shape, least, form)
+        # Sparse, fake and other tensors without strided memory of their own.
         raise TypeError(f"{name} must be a tensor with strided memory: {reason}") from reason
 
     @staticmethod
@@ -127,8 +144,8 @@ class _Torch:
         return host
 
     @staticmethod
-    def writable(tensor: Any) -> bool:
-        return True
+    def check_writable(name: str, tensor: Any) -> None:
+        """Every tensor is."""
 
     def empty(self, length: int, like: Any) -> Any:
         return self._torch.empty(length, dtype=self._torch.int64, device=like.device)
@@ -146,33 +163,41 @@ class _CuPy:
     def __init__(self, cupy: Any) -> None:
         self._cupy = cupy
 
-    def vector(self, name: str, array: Any, least: int) -> Vector:
+    @staticmethod
+    def vector(name: str, array: Any, least: int) -> Vector:
         dtype, shape, memory = array.dtype, array.shape, array.data
-        itemsize = dtype.itemsize
+        itemsize, pointer = dtype.itemsize, memory.ptr
         if dtype.kind != "i" or itemsize < 4:
             _raise_dtype(name, dtype)
         if len(shape) != 1 or shape[0] < least:
             _raise_shape(name, shape, least, "[n]")
-        (stride,), pointer = array.strides, memory.ptr
+        (length,), (stride,) = shape, array.strides
         if (pointer | stride) % itemsize:
-            _raise_alignment(name, pointer, (stride,), itemsize)
-        return None, pointer, shape[0], stride, itemsize, memory.device_id
+            _raise_alignment(name, pointer, (stride,))
+        low, high = pointer, pointer + (length - 1) * stride + itemsize
+        if stride < 0:
+            low, high = _span(pointer, shape, (stride,), itemsize)
+        return None, pointer, length, stride, itemsize, memory.device_id, low, high
 
-    def table(self, name: str, array: Any, least: int) -> Table:
+    @staticmethod
+    def table(name: str, array: Any, least: int) -> Table:
         dtype, shape, memory = array.dtype, array.shape, array.data
-        itemsize = dtype.itemsize
+        itemsize, pointer = dtype.itemsize, memory.ptr
         if dtype.kind != "i" or itemsize < 4:
             _raise_dtype(name, dtype)
         if len(shape) != 2 or shape[0] < least:
             _raise_shape(name, shape, least, "[n, columns]")
-        (row_stride, column_stride), pointer = array.strides, memory.ptr
+        (rows, columns), (row_stride, column_stride) = shape, array.strides
         if (pointer | row_stride | column_stride) % itemsize:
-            _raise_alignment(name, pointer, (row_stride, column_stride), itemsize)
-        return None, pointer, *shape, row_stride, column_stride, itemsize, memory.device_id
+            _raise_alignment(name, pointer, (row_stride, column_stride))
+        low, high = pointer, pointer + (rows - 1) * row_stride + (columns - 1) * column_stride + itemsize
+        if row_stride < 0 or column_stride < 0:
+            low, high = _span(pointer, shape, (row_stride, column_stride), itemsize)
+        return None, pointer, rows, columns, row_stride, column_stride, itemsize, memory.device_id, low, high
 
     @staticmethod
-    def writable(array: Any) -> bool:
-        return True
+    def check_writable(name: str, array: Any) -> None:
+        """Every CuPy array is."""
 
     def empty(self, length: int, like: Any) -> Any:
         with like.device:
@@ -187,8 +212,18 @@ class _CuPy:
         return handle
 
 
-class _ForeignGPU:
-    """Any other object with `__cuda_array_interface__`: results are CuPy arrays, on the stream that it names."""
+class _Other:
+    """Any other object: its `__cuda_array_interface__`, with CuPy arrays as results, or else what NumPy makes of it."""
+
+    def vector(self, name: str, array: Any, least: int) -> Vector:
+        if hasattr(array, "__cuda_array_interface__"):
+            return _CuPy.vector(name, self._view(name, array), least)
+        return NUMPY.vector(name, _from_host(name, array), least)
+
+    def table(self, name: str, array: Any, least: int) -> Table:
+        if hasattr(array, "__cuda_array_interface__"):
+            return _CuPy.table(name, self._view(name, array), least)
+        return NUMPY.table(name, _from_host(name, array), least)
 
     @staticmethod
     def _view(name: str, array: Any) -> Any:
@@ -205,17 +240,17 @@ class _ForeignGPU:
         memory = cupy.cuda.UnownedMemory(pointer, dtype.itemsize * math.prod(shape), array, device)
         return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(memory, 0), interface.get("strides"))
 
-    def vector(self, name: str, array: Any, least: int) -> Vector:
-        return _CuPy(_jit.require_cupy()).vector(name, self._view(name, array), least)
-
-    def table(self, name: str, array: Any, least: int) -> Table:
-        return _CuPy(_jit.require_cupy()).table(name, self._view(name, array), least)
-
     @staticmethod
-    def writable(array: Any) -> bool:
-        return not array.__cuda_array_interface__["data"][1]
+    def check_writable(name: str, array: Any) -> None:
+        interface = getattr(array, "__cuda_array_interface__", None)
+        if interface is None:
+            raise TypeError(f"{name} must be an array that can be written in place, was {type(array).__name__}")
+        if interface["data"][1]:
+            raise ValueError(f"{name} must be writable, was read-only")
 
     def empty(self, length: int, like: Any) -> Any:
+        if not hasattr(like, "__cuda_array_interface__"):
+            return NUMPY.empty(length, like)
         cupy, device = _jit.require_cupy(), self._view("query_start_loc", like).device
         # CuPy's pool hands out memory in the order of one stream, so it must be the stream of the launch.
         with device, cupy.cuda.Stream.from_external(_StreamHandle(self.stream(like, device.id))):
@@ -237,35 +272,24 @@ class _StreamHandle:
         return 0, self._handle
 
 
+class _Libraries(dict[type, Any]):
+    """The library of an array, by its type; each type is looked for once."""
+
+    def __missing__(self, kind: type) -> Any:
+        torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
+        if issubclass(kind, np.ndarray):
+            self[kind] = NUMPY
+        elif issubclass(kind, getattr(torch, "Tensor", ())):  # an import that failed leaves less than a module
+            self[kind] = _Torch(torch)
+        elif issubclass(kind, getattr(cupy, "ndarray", ())):
+            self[kind] = _CuPy(cupy)
+        else:
+            self[kind] = _Other()
+        return self[kind]
+
+
 NUMPY = _NumPy()
-LIBRARIES: dict[type, Any] = {np.ndarray: NUMPY}
-
-
-def library_of(array: Any) -> Any:
-    """The library of an array that has been adopted; NumPy's of all that was converted."""
-    return LIBRARIES.get(type(array), NUMPY)
-
-
-def adopt(name: str, array: Any) -> Any:
-    """`array`, with its type entered in `LIBRARIES`; or a NumPy array made from it, where it is of no library."""
-    library = _find_library(array)
-    if library is None:
-        return _from_host(name, array)
-    LIBRARIES[type(array)] = library
-    return array
-
-
-def _find_library(array: Any) -> Any:
-    torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
-    if isinstance(array, np.ndarray):
-        return NUMPY
-    if torch is not None and isinstance(array, torch.Tensor):
-        return _Torch(torch)
-    if cupy is not None and isinstance(array, getattr(cupy, "ndarray", ())):
-        return _CuPy(cupy)
-    if hasattr(array, "__cuda_array_interface__"):
-        return _ForeignGPU()
-    return None
+LIBRARIES = _Libraries()
 
 
 def _from_host(name: str, array: Any) -> np.ndarray:
@@ -283,35 +307,18 @@ def _from_host(name: str, array: Any) -> np.ndarray:
 
 def overlap(out: Vector, other: Vector | Table) -> bool:
     """Whether a contiguous vector shares a byte with another array of its device."""
-    _, first, length, _, itemsize, _ = out
-    low, high = _extent(other)
-    if length == 0 or low >= high or high <= first or first + length * itemsize <= low:
+    if other[-2] >= out[-1] or other[-1] <= out[-2]:
         return False
     # Strided arrays may interleave without meeting: NumPy solves that from the layouts alone.
     return np.shares_memory(_shadow(out), _shadow(other))
 
 
-def _extent(array: Vector | Table) -> tuple[int, int]:
-    """Address of the first byte, and of the one behind the last."""
-    shape, strides = _shape_and_strides(array)
-    low = high = array[1]
-    for length, stride in zip(shape, strides, strict=True):
-        if length == 0:
-            return low, low
-        low, high = (low + min(0, (length - 1) * stride), high + max(0, (length - 1) * stride))
-    return low, high + array[-2]
-
-
-def _shape_and_strides(array: Vector | Table) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    return ((array[2],), (array[3],)) if len(array) == 6 else (array[2:4], array[4:6])
-
-
 class _Shadow:
     def __init__(self, array: Vector | Table) -> None:
-        shape, strides = _shape_and_strides(array)
+        shape, strides = (array[2:3], array[3:4]) if len(array) == 8 else (array[2:4], array[4:6])
         self.__array_interface__ = {
             "version": 3,
-            "typestr": f"i{array[-2]}",
+            "typestr": f"i{array[-4]}",
             "data": (array[1], True),
             "shape": shape,
             "strides": strides,

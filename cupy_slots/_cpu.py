@@ -1,11 +1,13 @@
 """The NumPy mirror: one function a kernel, with the kernel's name and arguments.
 
-Where the kernel asks of every token whether it closes a state, the mirror lists the closing tokens of every
-request, so its cost grows with states and requests; only the fill with PAD grows with tokens.
+Where the kernel asks of every token whether it closes a state, the mirror lists what each request closes, in runs of
+states that lie in one page. So its cost grows with requests, pages and states; only the fill with PAD and the
+search of given positions grow with tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -17,21 +19,23 @@ PAD = -1
 
 
 class Group(NamedTuple):
-    """One cache's part of a call, checked."""
+    """One cache's part of a call, checked; `interleave` is in states."""
 
     slot_mapping: np.ndarray | None
     block_table: np.ndarray
     block_size: int
     compress_ratio: int
+    interleave: int
     out: np.ndarray
 
 
-class _Closing(NamedTuple):
-    """The tokens that close a state, in order, with their requests and the states as this rank counts them."""
+class _Runs(NamedTuple):
+    """Runs of tokens of one request that close consecutive states: the first token, its request and state, how many."""
 
     token: np.ndarray
     request: np.ndarray
     state: np.ndarray
+    length: np.ndarray
 
 
 def compressed_slot_mapping(
@@ -44,80 +48,88 @@ def compressed_slot_mapping(
 ) -> None:
     """Write the slots of all `groups` to their `out`."""
     query_start_loc = _real_requests(query_start_loc)
-    closing: dict[int, _Closing] = {}
+    runs: dict[tuple[int, int], _Runs] = {}
     for group in groups:
-        ratio = group.compress_ratio
-        if ratio not in closing:
+        ratio, longest = group.compress_ratio, group.block_size
+        if sharding.dcp_world_size > 1:
+            longest = math.gcd(longest, group.interleave)  # divides both, so no run leaves its page or its rank
+        if (ratio, longest) not in runs:
             if positions is None:
                 assert seq_lens is not None
-                closing[ratio] = _closing_tokens(num_tokens, query_start_loc, seq_lens, ratio)
+                runs[ratio, longest] = _runs(num_tokens, query_start_loc, seq_lens, ratio, longest)
             else:
-                closing[ratio] = _closing_positions(num_tokens, query_start_loc, positions, ratio)
-            if sharding.dcp_world_size > 1:
-                closing[ratio] = _on_this_rank(closing[ratio], ratio, sharding)
-        token, slot = _slots(closing[ratio], group)
+                runs[ratio, longest] = _runs_of_one(num_tokens, query_start_loc, positions, ratio)
+        token, slot = _slots(runs[ratio, longest], group, sharding)
         group.out.fill(PAD)
         group.out[token] = slot
 
 
 def _real_requests(query_start_loc: np.ndarray) -> np.ndarray:
     """The offsets before the first that falls, in 64 bits."""
-    falls = np.flatnonzero(query_start_loc[1:] < query_start_loc[:-1])
-    if len(falls):
-        query_start_loc = query_start_loc[: falls[0] + 1]
+    falls = query_start_loc[1:] < query_start_loc[:-1]
+    if falls.any():
+        query_start_loc = query_start_loc[: falls.argmax() + 1]
     return query_start_loc.astype(np.int64)
 
 
-def _closing_tokens(
-    num_tokens: int, query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int
-) -> _Closing:
-    """Closing tokens where each request's tokens are the last of its sequence: `position = token + base`."""
+def _runs(
+    num_tokens: int, query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int, longest: int
+) -> _Runs:
+    """Runs where each request's tokens are the last of its sequence: `position = token + base`."""
     base = seq_lens[: len(query_start_loc) - 1] - query_start_loc[1:]
-    token_bound = np.minimum(np.maximum(query_start_loc, 0), num_tokens)
-    first_state = np.maximum(token_bound[:-1] + base, 0) // compress_ratio
-    count = np.maximum((token_bound[1:] + base) // compress_ratio - first_state, 0)
-    request = np.repeat(np.arange(len(count)), count)
-    nth = np.arange(len(request))
-    state = nth + np.repeat(first_state - (np.cumsum(count) - count), count)
-    token = (state + 1) * compress_ratio - np.repeat(base + 1, count)
-    return _Closing(token, request, state)
+    bounds = np.minimum(np.maximum(query_start_loc, 0), num_tokens)
+    state = np.maximum(bounds[:-1] + base, 0) // compress_ratio
+    end = (bounds[1:] + base) // compress_ratio
+    (closing,) = (end > state).nonzero()
+    state, end, base = state[closing], end[closing], base[closing]
+
+    part = state // longest
+    parts = (end - 1) // longest - part + 1
+    if len(closing) < parts.sum():
+        closing, state, end, base = (np.repeat(a, parts) for a in (closing, state, end, base))
+        part = np.repeat(part + parts - np.cumsum(parts), parts) + np.arange(len(closing))
+        state = np.maximum(state, part * longest)
+        end = np.minimum(end, (part + 1) * longest)
+    return _Runs((state + 1) * compress_ratio - (base + 1), closing, state, end - state)
 
 
-def _closing_positions(
-    num_tokens: int, query_start_loc: np.ndarray, positions: np.ndarray, compress_ratio: int
-) -> _Closing:
-    """Closing tokens where each token's position is given."""
+def _runs_of_one(num_tokens: int, query_start_loc: np.ndarray, positions: np.ndarray, compress_ratio: int) -> _Runs:
+    """A run for each closing token, where each token's position is given."""
     begin, end = max(int(query_start_loc[0]), 0), min(int(query_start_loc[-1]), num_tokens)
     position = positions[begin : max(begin, end)].astype(np.int64)
-    nth = np.flatnonzero((position >= 0) & ((position + 1) % compress_ratio == 0))
-    token = nth + begin
-    request = np.searchsorted(query_start_loc, token, side="right") - 1
-    return _Closing(token, request, position[nth] // compress_ratio)
+    (closing,) = ((position >= 0) & ((position + 1) % compress_ratio == 0)).nonzero()
+    token = closing + begin
+    request = query_start_loc.searchsorted(token, side="right") - 1
+    return _Runs(token, request, position[closing] // compress_ratio, np.ones_like(token))
 
 
-def _on_this_rank(closing: _Closing, compress_ratio: int, sharding: Sharding) -> _Closing:
-    """Drop other ranks' states and count the rest as this rank does."""
-    token, request, state = closing
-    index = state if sharding.shard_states else (state + 1) * compress_ratio - 1
-    rank, index = local_index(index, sharding.dcp_world_size, sharding.cp_interleave)
-    if not sharding.shard_states:
-        index //= compress_ratio
-    if sharding.dcp_rank < 0:
-        return _Closing(token, request, index)
-    own = rank == sharding.dcp_rank
-    return _Closing(token[own], request[own], index[own])
+def _slots(runs: _Runs, group: Group, sharding: Sharding) -> tuple[np.ndarray, np.ndarray]:
+    """Every closing token that has a page on this rank, and its slot, or PAD where it is masked."""
+    if sharding.dcp_world_size > 1:
+        rank, local_state = local_index(runs.state, sharding.dcp_world_size, group.interleave)
+        runs = runs._replace(state=local_state)
+        if sharding.dcp_rank >= 0:
+            runs = _keep(runs, rank == sharding.dcp_rank)
+    runs = _keep(runs, runs.state < group.block_table.shape[1] * group.block_size)
+    column = runs.state // group.block_size
+    page = group.block_table[runs.request, column].astype(np.int64, copy=False)
+    slot = (page - column) * group.block_size + runs.state
+    has_page = page >= 0
+    if not has_page.all():
+        runs, slot = _keep(runs, has_page), slot[has_page]
 
-
-def _slots(closing: _Closing, group: Group) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that get a slot, and their slots."""
-    token, request, state = closing
-    column = state // group.block_size
-    inside = column < group.block_table.shape[1]
-    if not inside.all():
-        token, request, state, column = token[inside], request[inside], state[inside], column[inside]
-    page = group.block_table[request, column].astype(np.int64, copy=False)
-    slot = page * group.block_size + (state - column * group.block_size)
-    written = page >= 0
+    token, length = runs.token, runs.length
+    total = length.sum()
+    if len(token) < total:
+        before = length.cumsum() - length
+        token = np.repeat(token - before * group.compress_ratio, length)
+        token += np.arange(0, total * group.compress_ratio, group.compress_ratio)
+        slot = np.repeat(slot - before, length)
+        slot += np.arange(total)
     if group.slot_mapping is not None:
-        written &= group.slot_mapping[token] != PAD
-    return token[written], slot[written]
+        slot[group.slot_mapping.take(token) == PAD] = PAD
+    return token, slot
+
+
+def _keep(runs: _Runs, kept: np.ndarray) -> _Runs:
+    return runs if kept.all() else _Runs(*(column[kept] for column in runs))

@@ -10,30 +10,29 @@ import ctypes
 import functools
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 from ._arrays import Table, Vector
 from ._jit import Kernel, Loaded
 from .context_parallel import UNSHARDED, Sharding
 
 GROUPS_PER_LAUNCH = 16
-_SEGMENT = 32  # as in the kernel
-_NO_VECTOR = (None, 0, 0, 0, 4, 0)
+_SEGMENT, _REQUESTS_PER_THREAD, _QUAD = 32, 2, 4  # as in the kernel
+_NO_VECTOR: Vector = (None, 0, 0, 0, 4, 0, 0, 0)
 _NARROW_LIMIT = 2**30  # tokens or requests that 32-bit indices can count, with the tiles past the last
 
-# By whether indices have 64 bits.
+# By (several groups, 64-bit indices). One group has its own build: 2 KiB of unused arguments would cost 5% of a launch.
 _KERNELS = {
-    wide: Kernel("compressed_slot_mapping", MAX_GROUPS=GROUPS_PER_LAUNCH, WIDE=int(wide)) for wide in (False, True)
+    (several, wide): Kernel("compressed_slot_mapping", MAX_GROUPS=GROUPS_PER_LAUNCH if several else 1, WIDE=int(wide))
+    for several in (False, True)
+    for wide in (False, True)
 }
 
-# slot_mapping, block_table, block_size, compress_ratio, out
-Group = tuple[Vector | None, Table, int, int, Vector]
+# slot_mapping, block_table, block_size, compress_ratio, interleave (in states), out
+Group = tuple[Vector | None, Table, int, int, int, Vector]
 
-_DIVISOR = struct.Struct("qqq")
-_SHARDING = struct.Struct(f"{_DIVISOR.size}s{_DIVISOR.size}sqq")
-_BATCH_FORMAT = f"13q{_SHARDING.size}s"
-_GROUP_FORMAT = f"qq{_DIVISOR.size}s{_DIVISOR.size}s8q"
-_BATCH_FIELDS = 14
+_DIVISOR_FIELDS = 3
+_BATCH_FORMAT = f"14q{8 * (_DIVISOR_FIELDS + 1)}s"
+_GROUP_FORMAT = f"qq{8 * 3 * _DIVISOR_FIELDS}s8q"
 _ARGUMENTS = [struct.Struct(_BATCH_FORMAT + n * _GROUP_FORMAT) for n in range(GROUPS_PER_LAUNCH + 1)]
 
 
@@ -61,84 +60,102 @@ def compressed_slot_mapping(
     stream: int,
 ) -> None:
     """Write the slots of all `groups` to their `out` on `stream`, `GROUPS_PER_LAUNCH` at a time."""
-    _, qsl_first, num_offsets, qsl_stride, qsl_itemsize, device = query_start_loc
-    _, seq_first, _, seq_stride, seq_itemsize, _ = seq_lens or _NO_VECTOR
-    _, pos_first, _, pos_stride, pos_itemsize, _ = positions or _NO_VECTOR
+    if len(groups) > GROUPS_PER_LAUNCH:
+        later = groups[GROUPS_PER_LAUNCH:]
+        groups = groups[:GROUPS_PER_LAUNCH]
+        compressed_slot_mapping(num_tokens, query_start_loc, seq_lens, positions, later, sharding, stream=stream)
+    _, qsl_first, num_offsets, qsl_stride, qsl_itemsize, device, _, _ = query_start_loc
+    _, seq_first, _, seq_stride, seq_itemsize, _, _, _ = seq_lens or _NO_VECTOR
+    _, pos_first, _, pos_stride, pos_itemsize, _, _, _ = positions or _NO_VECTOR
     num_requests = num_offsets - 1
-    longest = max([out[2] for *_, out in groups], default=0)
+    longest = 0
+    fields: list[int | bytes] = []
+    for slot_mapping, block_table, block_size, compress_ratio, interleave, out in groups:
+        _, out_first, out_len, _, _, _, _, _ = out
+        _, slot_first, _, slot_stride, slot_itemsize, _, _, _ = slot_mapping or _NO_VECTOR
+        _, table_first, _, columns, row_stride, column_stride, table_itemsize, _, _, _ = block_table
+        fields += (
+            out_first, out_len, _sizes(compress_ratio, block_size, interleave),
+            table_first, column_stride, table_itemsize, row_stride, columns, slot_first, slot_stride, slot_itemsize,
+        )  # fmt: skip
+        if out_len > longest:
+            longest = out_len
     if longest == 0:
         return
-    wide = qsl_itemsize + seq_itemsize + pos_itemsize > 12 or max(longest, num_requests) > _NARROW_LIMIT
-    kernel = _KERNELS[wide]
+    wide = qsl_itemsize + seq_itemsize + pos_itemsize > 12 or longest > _NARROW_LIMIT or num_requests > _NARROW_LIMIT
+    kernel = _KERNELS[len(groups) > 1, wide]
     loaded = kernel.loaded.get(device) or kernel.load(device, stream)
-    threads, shared, tokens, tiles, blocks = _geometry(longest, num_requests, wide, loaded.multiprocessors)
-    fields = [
-        qsl_first, qsl_stride, qsl_itemsize, seq_first, seq_stride, seq_itemsize, num_requests, num_tokens,
-        pos_first, pos_stride, pos_itemsize, tiles, tokens,
-        _NOT_SHARDED if sharding is UNSHARDED else _sharding(sharding),
-    ]  # fmt: skip
-    for first in range(0, len(groups), GROUPS_PER_LAUNCH):
-        launched = groups[first : first + GROUPS_PER_LAUNCH]
-        for slot_mapping, block_table, block_size, compress_ratio, out in launched:
-            _, slot_first, _, slot_stride, slot_itemsize, _ = slot_mapping or _NO_VECTOR
-            _, table_first, _, columns, row_stride, column_stride, table_itemsize, _ = block_table
-            fields += (
-                out[1], out[2], _divisor(compress_ratio), _divisor(block_size),
-                table_first, column_stride, table_itemsize, row_stride, columns, slot_first, slot_stride, slot_itemsize,
-            )  # fmt: skip
-        _launch(loaded, blocks, len(launched), threads, shared, stream, fields)
-        del fields[_BATCH_FIELDS:]
+    threads, shared, tile_size, tiles, seek_owner, blocks = _geometry(
+        longest, num_requests, wide, loaded.multiprocessors
+    )
+    arguments = _arguments.pop() if _arguments else _Arguments()
+    _ARGUMENTS[len(groups)].pack_into(
+        arguments.block, 0,
+        qsl_first, qsl_stride, qsl_itemsize, seq_first, seq_stride, seq_itemsize,
+        num_requests, num_tokens, pos_first, pos_stride, pos_itemsize, tile_size, tiles, seek_owner,
+        _UNSHARDED if sharding is UNSHARDED else _ranks(sharding.dcp_world_size, sharding.dcp_rank), *fields,
+    )  # fmt: skip
+    try:
+        _launch(loaded, blocks, len(groups), threads, shared, stream, arguments.pointers)
+    finally:
+        _arguments.append(arguments)
+
+
+def _divisor(value: int) -> tuple[int, int, int]:
+    """`value`, and the multiplier and shift that divide every n < 2**31 by it."""
+    if value > 2**31:
+        return value, 0, 0
+    shift = 31 + (value - 1).bit_length()
+    return value, -(-(1 << shift) // value), shift
 
 
 @functools.lru_cache(maxsize=1024)
-def _divisor(value: int) -> bytes:
-    """`value`, and the multiplier and shift that divide every n < 2**31 by it."""
-    if value > 2**31:
-        return _DIVISOR.pack(value, 0, 0)
-    shift = 31 + (value - 1).bit_length()
-    return _DIVISOR.pack(value, -(-(1 << shift) // value), shift)
+def _sizes(compress_ratio: int, block_size: int, interleave: int) -> bytes:
+    return struct.pack("9q", *_divisor(compress_ratio), *_divisor(block_size), *_divisor(interleave))
 
 
 @functools.lru_cache(maxsize=64)
-def _sharding(sharding: Sharding) -> bytes:
-    world_size, interleave, rank, shard_states = sharding
-    return _SHARDING.pack(_divisor(world_size), _divisor(interleave), rank, shard_states)
+def _ranks(dcp_world_size: int, dcp_rank: int) -> bytes:
+    return struct.pack("4q", *_divisor(dcp_world_size), dcp_rank)
 
 
-_NOT_SHARDED = _sharding(UNSHARDED)
+_UNSHARDED = _ranks(UNSHARDED.dcp_world_size, UNSHARDED.dcp_rank)
 
 
 @functools.lru_cache(maxsize=4096)
-def _geometry(longest: int, num_requests: int, wide: bool, multiprocessors: int) -> tuple[int, int, int, int, int]:
-    """Threads a block, its shared memory in bytes, tokens a thread, tiles a block, and blocks."""
-    if num_requests <= 1024 and longest <= 128 * multiprocessors:
-        threads, tokens, most_blocks = 256 if num_requests <= 256 else 512, 1, multiprocessors
-    elif num_requests <= 1024:
-        threads, tokens, most_blocks = 256, 4, 4 * multiprocessors
-    elif longest <= 512 * multiprocessors:
-        threads, tokens, most_blocks = 512, 1, multiprocessors
-    else:
-        threads, tokens, most_blocks = 512, 4, 2 * multiprocessors
-    tile = threads * tokens
-    tiles = -(-longest // tile)
-    tiles_per_block = -(-tiles // most_blocks)
-    marks = tile + tile // _SEGMENT
-    return threads, marks * (16 if wide else 8), tokens, tiles_per_block, -(-tiles // tiles_per_block)
+def _geometry(longest: int, num_requests: int, wide: bool, multiprocessors: int) -> tuple[int, int, int, int, int, int]:
+    """Threads a block, its shared memory in bytes, tokens a tile, tiles a block, if tiles have one owner, blocks.
+
+    What measured best on an H200: small tiles on many multiprocessors while a block has one tile; else blocks that
+    walk requests of many tiles four tokens a thread, or as many blocks as fit.
+    """
+    threads = 256 if num_requests <= 512 else 512 if num_requests <= 1024 else 1024
+    marks = (threads + threads // _SEGMENT) * (16 if wide else 8)
+    if longest <= 128 * multiprocessors and num_requests <= 1024:
+        tile = threads // 2
+        return threads, marks, tile, 1, 0, -(-longest // tile)
+    tiles = -(-longest // threads)
+    quads_fit = longest >= 2 * _QUAD * threads * num_requests
+    if not quads_fit:
+        tiles_per_block = -(-tiles * threads // (2048 * multiprocessors))
+        return threads, marks, threads, tiles_per_block, 0, -(-tiles // tiles_per_block)
+    tiles_per_block = -(-tiles // (2 * multiprocessors))
+    if tiles_per_block > 4 * _QUAD:
+        tiles_per_block = max(4 * _QUAD, -(-tiles // (4 * multiprocessors)))
+    if tiles_per_block > 1:
+        tiles_per_block = -(-tiles_per_block // _QUAD) * _QUAD
+    return threads, marks, threads, tiles_per_block, 1, -(-tiles // tiles_per_block)
 
 
-def _launch(
-    loaded: Loaded, blocks: int, groups: int, threads: int, shared: int, stream: int, fields: list[Any]
-) -> None:
+def _launch(loaded: Loaded, blocks: int, groups: int, threads: int, shared: int, stream: int, arguments: int) -> None:
     """Launch in the kernel's own context, and leave the caller's current as it was."""
     function, context, driver, _ = loaded
-    arguments = _arguments.pop() if _arguments else _Arguments()
-    _ARGUMENTS[groups].pack_into(arguments.block, 0, *fields)
     current = driver.ctxGetCurrent()
-    if current != context:
-        driver.ctxSetCurrent(context)
+    if current == context:
+        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments, 0)
+        return
+    driver.ctxSetCurrent(context)
     try:
-        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments.pointers, 0)
+        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments, 0)
     finally:
-        if current != context:
-            driver.ctxSetCurrent(current)
-        _arguments.append(arguments)
+        driver.ctxSetCurrent(current)

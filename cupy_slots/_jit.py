@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+CACHE = "CuPy needs a cache directory that it can write: set CUPY_CACHE_DIR, or CUPY_CACHE_IN_MEMORY=1"
 INSTALL = 'pip install "cupy_slots[cuda13x]" (or cuda12x, to match the driver)'
 
 
@@ -29,7 +30,8 @@ def require_cupy() -> Any:
     try:
         import cupy
     except Exception as reason:  # a broken install raises anything, not only ImportError
-        raise RuntimeError(f"a GPU array needs CuPy, which cannot be imported: {reason}. {INSTALL}") from reason
+        remedy = CACHE if isinstance(reason, OSError) else INSTALL
+        raise RuntimeError(f"a GPU array needs CuPy, which cannot be imported: {reason}. {remedy}") from reason
     try:
         count = cupy.cuda.runtime.getDeviceCount()
     except Exception as reason:
@@ -65,8 +67,15 @@ class Kernel:
     def source(self) -> str:
         """The file's text behind its macros, with the compiler told the file's own path and line."""
         path = kernel_dir() / f"{self.name}.cu"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as reason:
+            raise RuntimeError(
+                f"the kernel source {path} cannot be read: {reason}. "
+                "Reinstall cupy_slots, or correct CUPY_SLOTS_KERNEL_DIR"
+            ) from reason
         macros = "".join(f"#define {macro} {value}\n" for macro, value in self.macros.items())
-        return f'{macros}#line 1 "{path.as_posix()}"\n{path.read_text(encoding="utf-8")}'
+        return f'{macros}#line 1 "{path.as_posix()}"\n{text}'
 
     def load(self, device: int, stream: int | None = None) -> Loaded:
         """Compile and load for `device`.
@@ -74,37 +83,61 @@ class Kernel:
         With `stream`, refuse while it is being captured: loading a module then would break the capture.
         """
         with Kernel._lock:
-            if device in self.loaded:
-                return self.loaded[device]
-            cupy = require_cupy()
-            runtime = cupy.cuda.runtime
-            with cupy.cuda.Device(device):
+            if device not in self.loaded:
+                runtime = require_cupy().cuda.runtime
                 if stream is not None and runtime.streamIsCapturing(stream):
                     raise RuntimeError(
-                        f"{self.name} is not loaded on cuda:{device} and cannot be while a CUDA graph is being "
-                        "captured: call cupy_slots.warmup() before the capture"
+                        f"{self.name} is not loaded on cuda:{device}, and cannot be while a CUDA graph is captured: "
+                        "call cupy_slots.warmup() before the capture"
                     )
-                try:
-                    if self._raw is None:
-                        self._raw = cupy.RawKernel(self.source(), self.name, ("-std=c++17",))
-                    function = self._raw.kernel.ptr
-                except OSError as reason:
-                    raise RuntimeError(f"the kernel source cannot be read: {reason}") from reason
-                except Exception as reason:
-                    raise RuntimeError(f"{self.name}.cu cannot be compiled: {reason}\n{INSTALL}") from reason
-                driver = cupy.cuda.driver
-                count = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
-                self.loaded[device] = Loaded(function, driver.ctxGetCurrent(), driver, count)
+                raw = self._raw or self._build()
+                self.loaded[device] = self._load(raw, device)
+                self._raw = raw
             return self.loaded[device]
 
-    def retire(self) -> None:
-        with Kernel._lock:
-            Kernel._retired.append(self._raw)
-            self._raw, self.loaded = None, {}
+    def _build(self) -> Any:
+        return require_cupy().RawKernel(self.source(), self.name, ("-std=c++17",))
+
+    def _load(self, raw: Any, device: int) -> Loaded:
+        cuda = require_cupy().cuda
+        runtime, driver = cuda.runtime, cuda.driver
+        with cuda.Device(device):
+            runtime.setDevice(device)  # makes the context current in a thread that has none
+            try:
+                function = raw.kernel.ptr
+            except OSError as reason:
+                raise RuntimeError(f"{self.name}.cu cannot be compiled: {reason}. {CACHE}") from reason
+            except Exception as reason:
+                raise RuntimeError(f"{self.name}.cu cannot be compiled: {reason}\n{INSTALL}") from reason
+            count = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
+            return Loaded(function, driver.ctxGetCurrent(), driver, count)
+
+    def rebuilt(self) -> tuple[Any, dict[int, Loaded]]:
+        """The kernel made anew from its file, on the devices where it is loaded."""
+        raw = self._build() if self.loaded else None
+        return raw, {device: self._load(raw, device) for device in self.loaded}
+
+    def replace(self, raw: Any, loaded: dict[int, Loaded]) -> None:
+        Kernel._retired.append(self._raw)
+        self._raw, self.loaded = raw, loaded
 
 
 def warmup(device: int | None = None) -> None:
-    """Compile and load every kernel on a device, so that no later call does."""
+    """Compile and load every kernel on a device, so that no later call does.
+
+    For programs that import with ``CUPY_SLOTS_JIT=lazy`` or use more devices than the one that was current at import:
+    a kernel cannot be loaded while a CUDA graph is captured.
+
+    Parameters
+    ----------
+    device : int, optional
+        Ordinal of the device; the current one by default.
+
+    Raises
+    ------
+    RuntimeError
+        Where CuPy or the GPU cannot be used or a kernel does not compile, with the reason.
+    """
     cupy = require_cupy()
     ordinal = cupy.cuda.runtime.getDevice() if device is None else int(device)
     for kernel in Kernel.registry:
@@ -112,12 +145,20 @@ def warmup(device: int | None = None) -> None:
 
 
 def reload_kernels() -> None:
-    """Read the `.cu` files again, and compile them where they were loaded."""
-    for kernel in Kernel.registry:
-        devices = list(kernel.loaded)
-        kernel.retire()
-        for device in devices:
-            kernel.load(device)
+    """Read the `.cu` files again, and compile them where they were loaded.
+
+    For editing a kernel in a running program: later calls use the new one. Graphs that were captured before keep
+    launching the old one, which is never unloaded.
+
+    Raises
+    ------
+    RuntimeError
+        Where a file cannot be read or compiled; every kernel stays as it was then.
+    """
+    with Kernel._lock:
+        fresh = [kernel.rebuilt() for kernel in Kernel.registry]
+        for kernel, (raw, loaded) in zip(Kernel.registry, fresh, strict=True):
+            kernel.replace(raw, loaded)
 
 
 def load_at_import() -> None:

@@ -12,19 +12,19 @@ CP_SHARDS = ("token", "state")
 
 
 class Sharding(NamedTuple):
-    """How a cache is split over decode-context-parallel (DCP) ranks, as the kernel takes it."""
+    """How a cache is split over decode-context-parallel (DCP) ranks."""
 
     dcp_world_size: int
     cp_interleave: int
     dcp_rank: int  # -1: ownership is not checked
-    shard_states: int  # 0: the cache interleaves tokens, 1: states
+    cp_shard: str
 
 
-UNSHARDED = Sharding(1, 1, -1, 0)
+UNSHARDED = Sharding(1, 1, -1, "token")
 
 
 def local_index(n: Any, dcp_world_size: int, cp_interleave: int) -> tuple[Any, Any]:
-    """The rank that owns token or state `n`, and its index among those of that rank."""
+    """The rank that owns the `n`-th token or state, and its index among those of that rank."""
     run = n // cp_interleave
     turn = run // dcp_world_size
     return run - turn * dcp_world_size, turn * cp_interleave + (n - run * cp_interleave)
@@ -91,11 +91,8 @@ def get_state_owner(
         position = int_at_least("position", position, 0)
     compress_ratio = int_at_least("compress_ratio", compress_ratio, 1)
     sharding = check_sharding(dcp_world_size, cp_interleave, 0, cp_shard)
-    check_interleave("compress_ratio", sharding, compress_ratio)
-    if cp_shard == "state":
-        return local_index(position // compress_ratio, sharding.dcp_world_size, sharding.cp_interleave)
-    rank, local_position = local_index(position, sharding.dcp_world_size, sharding.cp_interleave)
-    return rank, local_position // compress_ratio
+    interleave = interleaved_states("compress_ratio", sharding, compress_ratio)
+    return local_index(position // compress_ratio, sharding.dcp_world_size, interleave)
 
 
 def check_sharding(dcp_world_size: object, cp_interleave: object, dcp_rank: object, cp_shard: str) -> Sharding:
@@ -110,17 +107,20 @@ def check_sharding(dcp_world_size: object, cp_interleave: object, dcp_rank: obje
     if dcp_rank is None:
         if cp_shard == "state":
             raise ValueError("dcp_rank is required with cp_shard='state', was None")
-        return Sharding(world_size, interleave, -1, 0)
+        return Sharding(world_size, interleave, -1, cp_shard)
     rank = int_at_least("dcp_rank", dcp_rank, 0)
     if rank >= world_size:
         raise ValueError(f"dcp_rank must be less than dcp_world_size={world_size}, was {rank}")
-    return Sharding(world_size, interleave, rank, CP_SHARDS.index(cp_shard))
+    return Sharding(world_size, interleave, rank, cp_shard)
 
 
-def check_interleave(ratio_name: str, sharding: Sharding, compress_ratio: int) -> None:
-    """A state whose tokens lie on two ranks could be stored by neither."""
-    if sharding.dcp_world_size > 1 and not sharding.shard_states and sharding.cp_interleave % compress_ratio:
+def interleaved_states(ratio_name: str, sharding: Sharding, compress_ratio: int) -> int:
+    """Length of a rank's runs in states, where both layouts are one: runs of tokens hold whole states."""
+    if sharding.cp_shard == "state" or sharding.dcp_world_size == 1:
+        return sharding.cp_interleave
+    if sharding.cp_interleave % compress_ratio:
         raise ValueError(
             f"cp_interleave must be a multiple of {ratio_name}={compress_ratio} when tokens are sharded, "
             f"was {sharding.cp_interleave}"
         )
+    return sharding.cp_interleave // compress_ratio

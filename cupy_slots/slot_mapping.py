@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from . import _cpu, _gpu
-from ._arrays import CPU, LIBRARIES, Table, Vector, adopt, device_name, library_of, overlap
+from ._arrays import CPU, LIBRARIES, Table, Vector, device_name, overlap
 from ._gpu import Group
 from ._integers import INT64_MAX, int_at_least
-from .context_parallel import UNSHARDED, Sharding, check_interleave, check_sharding
+from .context_parallel import UNSHARDED, Sharding, check_sharding, interleaved_states
 
 PAD = _cpu.PAD
+
+# query_start_loc, seq_lens, positions, slot_mapping
+Batch = tuple[Vector, Vector | None, Vector | None, Vector | None]
 
 
 class CacheGroup(NamedTuple):
@@ -156,7 +159,7 @@ def get_compressed_slot_mappings(
     num_tokens, slot_mapping, query_start_loc, seq_lens, dcp_world_size, cp_interleave, dcp_rank, cp_shard, positions
         The batch, as for `get_compressed_slot_mapping`.
     groups : sequence of CacheGroup
-        The caches. Up to 32 share a launch.
+        The caches. Up to 16 share a launch.
 
     Returns
     -------
@@ -206,44 +209,56 @@ def _map(
     sharding: Sharding,
 ) -> list[Any]:
     """Check everything, then write: the one way of every call."""
-    if type(num_tokens) is not int or not 0 <= num_tokens <= INT64_MAX:
-        num_tokens = int_at_least("num_tokens", num_tokens, 0)
-    starts = _vector("query_start_loc", query_start_loc, 1)
-    num_requests = starts[2] - 1
-    lengths = _vector("seq_lens", seq_lens, num_requests) if positions is None else None
-    given_positions = None if positions is None else _vector("positions", positions, num_tokens)
-    slots = None if slot_mapping is None else _vector("slot_mapping", slot_mapping, num_tokens)
-    batch = (starts, lengths, given_positions, slots)
-    groups = []
-    results = []
-    stream_giver = query_start_loc
-    for cache, cache_names in zip(caches, names, strict=True):
-        out = cache[3]
-        if out is None:
-            out = library_of(query_start_loc).empty(num_tokens, query_start_loc)
-        elif stream_giver is query_start_loc:
-            stream_giver = out
-        group = _check_cache(cache, out, cache_names, num_tokens, num_requests, slots, sharding)
-        groups.append(group)
-        results.append(out if group[4][2] == num_tokens else library_of(out).prefix(out, num_tokens))
-    if not _is_plain(batch, groups):
-        _check_places(batch, groups, names)
-
-    if starts[5] == CPU:
+    num_tokens, batch, groups, results, stream_giver = check_call(
+        num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, names, sharding
+    )
+    starts, lengths, given_positions, _ = batch
+    device = starts[5]
+    if device == CPU:
         _map_on_cpu(num_tokens, starts, lengths, given_positions, groups, sharding)
     else:
-        stream = library_of(stream_giver).stream(stream_giver, starts[5])
+        stream = LIBRARIES[type(stream_giver)].stream(stream_giver, device)
         _gpu.compressed_slot_mapping(num_tokens, starts, lengths, given_positions, groups, sharding, stream=stream)
     return results
 
 
-def _vector(name: str, array: Any, least: int) -> Vector:
-    library = LIBRARIES.get(type(array))
-    if library is None:
-        array = adopt(name, array)
-        library = library_of(array)
-    vector: Vector = library.vector(name, array, least)
-    return vector
+def check_call(
+    num_tokens: int,
+    slot_mapping: Any,
+    query_start_loc: Any,
+    seq_lens: Any,
+    positions: Any,
+    caches: Sequence[Any],
+    names: Sequence[tuple[str, ...]],
+    sharding: Sharding,
+) -> tuple[int, Batch, list[Group], list[Any], Any]:
+    """The call as both paths take it, each group's result, and the array whose stream a launch takes."""
+    if type(num_tokens) is not int or not 0 <= num_tokens <= INT64_MAX:
+        num_tokens = int_at_least("num_tokens", num_tokens, 0)
+    starts = LIBRARIES[type(query_start_loc)].vector("query_start_loc", query_start_loc, 1)
+    lengths = given_positions = slots = None
+    if positions is None:
+        lengths = LIBRARIES[type(seq_lens)].vector("seq_lens", seq_lens, starts[2] - 1)
+    else:
+        given_positions = LIBRARIES[type(positions)].vector("positions", positions, num_tokens)
+    if slot_mapping is not None:
+        slots = LIBRARIES[type(slot_mapping)].vector("slot_mapping", slot_mapping, num_tokens)
+
+    groups, results = [], []
+    stream_giver = query_start_loc
+    for i, cache in enumerate(caches):
+        out = cache[3]
+        if out is None:
+            out = LIBRARIES[type(query_start_loc)].empty(num_tokens, query_start_loc)
+        elif stream_giver is query_start_loc:
+            stream_giver = out
+        group = _check_cache(cache, out, names[i], num_tokens, starts[2] - 1, slots, sharding)
+        groups.append(group)
+        results.append(out if group[5][2] == num_tokens else LIBRARIES[type(out)].prefix(out, num_tokens))
+    batch = (starts, lengths, given_positions, slots)
+    if not _is_plain(batch, groups):
+        _check_places(batch, groups, names)
+    return num_tokens, batch, groups, results, stream_giver
 
 
 def _check_cache(
@@ -261,88 +276,77 @@ def _check_cache(
         block_size = int_at_least(names[1], block_size, 1)
     if type(compress_ratio) is not int or not 1 <= compress_ratio <= INT64_MAX:
         compress_ratio = int_at_least(names[2], compress_ratio, 1)
-    library = LIBRARIES.get(type(block_table))
-    if library is None:
-        block_table = adopt(names[0], block_table)
-        library = library_of(block_table)
-    table = library.table(names[0], block_table, num_requests)
+    pages = LIBRARIES[type(block_table)].table(names[0], block_table, num_requests)
     if own_slot_mapping is not None:
-        slots = _vector(names[4], own_slot_mapping, num_tokens)
-    if sharding is not UNSHARDED and sharding.dcp_world_size > 1:
-        check_interleave(names[2], sharding, compress_ratio)
-        if slots is None and sharding.dcp_rank < 0:
+        slots = LIBRARIES[type(own_slot_mapping)].vector(names[4], own_slot_mapping, num_tokens)
+    interleave = 1
+    if sharding is not UNSHARDED:
+        interleave = interleaved_states(names[2], sharding, compress_ratio)
+        if slots is None and sharding.dcp_world_size > 1 and sharding.dcp_rank < 0:
             raise ValueError(
                 f"dcp_rank is required with dcp_world_size={sharding.dcp_world_size} and no {names[4]}, was None"
             )
-    return slots, table, block_size, compress_ratio, _out(names[3], out, num_tokens)
-
-
-def _out(name: str, array: Any, num_tokens: int) -> Vector:
-    if type(array) not in LIBRARIES and adopt(name, array) is not array:
-        raise TypeError(f"{name} must be an array that can be written in place, was {type(array).__name__}")
-    library = LIBRARIES[type(array)]
-    vector: Vector = library.vector(name, array, num_tokens)
-    _, _, length, stride, itemsize, _ = vector
+    result = LIBRARIES[type(out)].vector(names[3], out, num_tokens)
+    _, _, length, stride, itemsize, _, _, _ = result
     if itemsize != 8:
-        raise TypeError(f"{name} must be an int64 array, was int32")
+        raise TypeError(f"{names[3]} must be an int64 array, was int32")
     if stride != 8 and length > 1:
-        raise ValueError(f"{name} must be contiguous, was strided by {stride} bytes")
-    if not library.writable(array):
-        raise ValueError(f"{name} must be writable, was read-only")
-    return vector
+        raise ValueError(f"{names[3]} must be contiguous, was strided by {stride} bytes")
+    LIBRARIES[type(out)].check_writable(names[3], out)
+    return slots, pages, block_size, compress_ratio, interleave, result
 
 
-def _is_plain(batch: Sequence[Vector | None], groups: Sequence[Group]) -> bool:
+def _is_plain(batch: Batch, groups: Sequence[Group]) -> bool:
     """Whether the addresses alone show one device, and each `out` apart from all but its own slot mapping.
 
-    Nearly every call is plain, and this takes a tenth of the time of `_check_places`, which judges the others.
+    Nearly every call is plain; `_check_places` judges the others, in ten times the time.
     """
-    outs = [group[4] for group in groups]
-    device = outs[0][5] if outs else CPU
-    for vector in (*batch, *outs):
-        if vector is None:
-            continue
-        _, low, length, stride, itemsize, on = vector
-        if on != device or stride < 0:
+    device = batch[0][5]
+    for slots, pages, _, _, _, out in groups:
+        low, high = out[6], out[7]
+        if out[5] != device or pages[7] != device or slots is not batch[3]:
             return False
-        high = low + (length - 1) * stride + itemsize
-        for out in outs:
-            if low >= out[1] + 8 * out[2] or high <= out[1] or vector is out:
+        if pages[8] < high and pages[9] > low:
+            return False
+        for array in batch:
+            if array is None or (array[5] == device and (array[6] >= high or array[7] <= low)):
                 continue
-            if len(groups) > 1 or vector is not groups[0][0] or not _in_place(out, vector):
+            if array[5] != device or array is not slots or len(groups) > 1 or not _in_place(out, array):
                 return False
-    for slots, table, _, _, _ in groups:
-        _, low, rows, columns, row_stride, column_stride, itemsize, on = table
-        if on != device or row_stride < 0 or column_stride < 0 or slots is not batch[3]:
-            return False
-        high = low + (rows - 1) * row_stride + (columns - 1) * column_stride + itemsize
-        for out in outs:
-            if low < out[1] + 8 * out[2] and out[1] < high:
-                return False
+        if len(groups) > 1:
+            for _, other_pages, _, _, _, other_out in groups:
+                if other_pages[8] < high and other_pages[9] > low:
+                    return False
+                if other_out[6] < high and other_out[7] > low and other_out is not out:
+                    return False
     return True
 
 
-def _check_places(batch: Sequence[Vector | None], groups: Sequence[Group], names: Sequence[tuple[str, ...]]) -> None:
+def _check_places(
+    batch: Batch,
+    groups: Sequence[Group],
+    names: Sequence[tuple[str, ...]],
+) -> None:
     """All arrays on one device, and each `out` apart from all that any group reads or writes.
 
     Only the slot mapping that its own group alone reads may lie where `out` does: it is mapped in place.
     """
     reads: dict[str, Any] = dict(zip(("query_start_loc", "seq_lens", "positions", "slot_mapping"), batch, strict=True))
     writes: dict[str, Vector] = {}
-    for (slots, table, _, _, out), cache_names in zip(groups, names, strict=True):
-        reads[cache_names[0]] = table
+    for (slots, pages, _, _, _, out), cache_names in zip(groups, names, strict=True):
+        reads[cache_names[0]] = pages
         if slots is not batch[3]:
             reads[cache_names[4]] = slots
         writes[cache_names[3]] = out
     arrays = {name: array for name, array in (reads | writes).items() if array is not None}
-    if len({array[-1] for array in arrays.values()}) > 1:
-        where = ", ".join(f"{name} on {device_name(array[-1])}" for name, array in arrays.items())
+    if len({array[-3] for array in arrays.values()}) > 1:
+        where = ", ".join(f"{name} on {device_name(array[-3])}" for name, array in arrays.items())
         raise ValueError(f"all arrays must be on one device, were: {where}")
     for name, out in writes.items():
         for other, array in arrays.items():
             if array is out or not overlap(out, array):
                 continue
-            writers = [group[4] for group in groups if group[0] is array]
+            writers = [group[5] for group in groups if group[0] is array]
             if array is batch[3] and not writers:
                 continue  # every group has slots of its own
             if len(writers) != 1 or writers[0] is not out or not _in_place(out, array):
@@ -351,7 +355,7 @@ def _check_places(batch: Sequence[Vector | None], groups: Sequence[Group], names
 
 def _in_place(out: Vector, slots: Vector) -> bool:
     """Whether each token's slot lies where its result goes."""
-    _, pointer, length, stride, itemsize, _ = slots
+    _, pointer, length, stride, itemsize, _, _, _ = slots
     return pointer == out[1] and itemsize == 8 and (stride == 8 or length <= 1)
 
 
@@ -369,6 +373,7 @@ def _map_on_cpu(
         return None if array is None else array[0]
 
     mirrored = [
-        _cpu.Group(host(slots), host(table), size, ratio, host(out)) for slots, table, size, ratio, out in groups
+        _cpu.Group(host(slots), host(pages), block_size, ratio, interleave, host(out))
+        for slots, pages, block_size, ratio, interleave, out in groups
     ]
     _cpu.compressed_slot_mapping(num_tokens, host(starts), host(lengths), host(positions), mirrored, sharding)

@@ -36,6 +36,8 @@ typedef u32 uindex_t;
 constexpr i64 PAD = -1;
 constexpr uindex_t LOWEST = (uindex_t)1 << (8 * sizeof(index_t) - 1);
 constexpr int SEGMENT = 32;
+constexpr int REQUESTS_PER_THREAD = 2;
+constexpr int QUAD = 4;
 constexpr u32 ALL_LANES = 0xffffffffu;
 
 struct IntArray {  // int32 or int64 items, `stride` bytes apart
@@ -55,6 +57,7 @@ struct Group {  // one compressed cache
     i64 out_len;
     Divisor compress_ratio;
     Divisor block_size;
+    Divisor interleave;     // in states, with either context-parallel layout
     IntArray block_table;  // stride: between columns
     i64 block_table_row_stride;
     i64 num_columns;
@@ -67,12 +70,11 @@ struct Batch {
     i64 num_requests;
     i64 num_tokens;
     IntArray positions;  // first is null: computed from seq_lens
+    i64 tile_size;  // tokens of a tile: at most blockDim.x, in whole warps
     i64 tiles_per_block;
-    i64 tokens_per_thread;
+    i64 seek_owner;  // requests are so long that whole tiles often belong to one
     Divisor dcp_world_size;
-    Divisor cp_interleave;
     i64 dcp_rank;  // -1: ownership is not checked
-    i64 shard_states;
     Group groups[MAX_GROUPS];
 };
 
@@ -85,9 +87,9 @@ struct Marks {
     Mark* starts;   // one a token of the tile: the request that starts there
     Mark* carries;  // one a segment: the request that runs into it
 
-    __device__ __forceinline__ void clear(int tokens) const {
-        for (int token = threadIdx.x; token < tokens; token += blockDim.x) starts[token].request = -1;
-        for (int segment = threadIdx.x; segment < tokens / SEGMENT; segment += blockDim.x) carries[segment].request = -1;
+    __device__ __forceinline__ void clear() const {
+        starts[threadIdx.x].request = -1;
+        if (threadIdx.x % SEGMENT == 0) carries[threadIdx.x / SEGMENT].request = -1;
     }
 
     __device__ __forceinline__ Mark at(int token) const {
@@ -123,45 +125,30 @@ __device__ __forceinline__ uindex_t quotient(uindex_t n, const Divisor& divisor)
 #endif
 }
 
-// Replaces `n`, a position or a state, by its index among this rank's; false where another rank owns it.
-__device__ __forceinline__ bool localize(const Batch& batch, uindex_t& n) {
-    const uindex_t run = quotient(n, batch.cp_interleave);
+// Whether this rank owns the state, which becomes its index among this rank's states.
+__device__ __forceinline__ bool localize(const Batch& batch, const Group& group, uindex_t& state) {
+    if (batch.dcp_world_size.value == 1) return true;
+    const uindex_t run = quotient(state, group.interleave);
     const uindex_t turn = quotient(run, batch.dcp_world_size);
     const uindex_t owner = run - turn * (uindex_t)batch.dcp_world_size.value;
-    if (batch.dcp_rank >= 0 && owner != (u64)batch.dcp_rank) return false;
-    n = turn * (uindex_t)batch.cp_interleave.value + (n - run * (uindex_t)batch.cp_interleave.value);
-    return true;
+    state += (turn - run) * (uindex_t)group.interleave.value;
+    return batch.dcp_rank < 0 || owner == (u64)batch.dcp_rank;
 }
 
-// Whether the token at `position` closes a state of this rank, and which, as this rank counts states.
-__device__ __forceinline__ bool closes(const Batch& batch, const Group& group, index_t position, uindex_t& state) {
-    if (position < 0) return false;
-    const uindex_t end = (uindex_t)position + 1;
-    const uindex_t states = quotient(end, group.compress_ratio);
-    if (states * group.compress_ratio.value != end) return false;
-    state = states - 1;
-    if (batch.dcp_world_size.value == 1) return true;
-    if (batch.shard_states) return localize(batch, state);
-    uindex_t local_position = position;
-    if (!localize(batch, local_position)) return false;
-    state = quotient(local_position, group.compress_ratio);
-    return true;
-}
-
-template <int REQUESTS>
-struct Window {  // REQUESTS requests a thread, `blockDim.x` apart
+struct Window {  // REQUESTS_PER_THREAD requests a thread, `blockDim.x` apart
     index_t first;
-    index_t begin[REQUESTS];
-    index_t end[REQUESTS];
-    index_t length[REQUESTS];
+    index_t begin[REQUESTS_PER_THREAD];
+    index_t end[REQUESTS_PER_THREAD];
+    index_t length[REQUESTS_PER_THREAD];
 
+    static __device__ __forceinline__ index_t size() { return REQUESTS_PER_THREAD * blockDim.x; }
     __device__ __forceinline__ index_t request(int i) const { return first + i * blockDim.x + threadIdx.x; }
-    __device__ __forceinline__ index_t past() const { return first + REQUESTS * blockDim.x; }
+    __device__ __forceinline__ index_t past() const { return first + size(); }
 
     __device__ __forceinline__ void read(const Batch& batch, index_t from) {
         first = from;
 #pragma unroll
-        for (int i = 0; i < REQUESTS; ++i) {
+        for (int i = 0; i < REQUESTS_PER_THREAD; ++i) {
             begin[i] = end[i] = length[i] = 0;
             if (request(i) < batch.num_requests) {
                 begin[i] = load_index(batch.query_start_loc, request(i));
@@ -174,7 +161,7 @@ struct Window {  // REQUESTS requests a thread, `blockDim.x` apart
     __device__ __forceinline__ index_t first_fall(index_t none) const {
         index_t fall = none;
 #pragma unroll
-        for (int i = REQUESTS - 1; i >= 0; --i)
+        for (int i = REQUESTS_PER_THREAD - 1; i >= 0; --i)
             if (end[i] < begin[i]) fall = request(i);
         return fall;
     }
@@ -192,7 +179,7 @@ struct Window {  // REQUESTS requests a thread, `blockDim.x` apart
     __device__ __forceinline__ void put_marks(const Marks& marks, index_t num_requests, index_t tile,
                                               index_t tile_end) const {
 #pragma unroll
-        for (int i = 0; i < REQUESTS; ++i) {
+        for (int i = 0; i < REQUESTS_PER_THREAD; ++i) {
             const index_t from = begin[i] > tile ? begin[i] : tile;
             const index_t to = end[i] < tile_end ? end[i] : tile_end;
             if (!has_tokens(i, num_requests, from, to)) continue;
@@ -208,7 +195,7 @@ struct Window {  // REQUESTS requests a thread, `blockDim.x` apart
     __device__ __forceinline__ void put_owner(Mark& owner, index_t& owner_end, index_t num_requests,
                                               index_t token) const {
 #pragma unroll
-        for (int i = 0; i < REQUESTS; ++i) {
+        for (int i = 0; i < REQUESTS_PER_THREAD; ++i) {
             if (begin[i] > token || !has_tokens(i, num_requests, token, end[i])) continue;
             owner = mark(i);
             owner_end = end[i];
@@ -216,71 +203,117 @@ struct Window {  // REQUESTS requests a thread, `blockDim.x` apart
     }
 };
 
-// Maps TOKENS tokens a thread, `blockDim.x` apart, so that their reads are under way together.
-template <int TOKENS, typename MarkAt>
-__device__ __forceinline__ void map_tile(const Batch& batch, const Group& group, index_t tile, index_t mapped_end,
-                                         index_t end, const MarkAt& mark_at) {
-    Mark mark[TOKENS];
-    i64 page[TOKENS], own_slot[TOKENS];
-    uindex_t state[TOKENS];
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i) mark[i] = mark_at(i * blockDim.x + threadIdx.x);
-#pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        const index_t token = tile + i * blockDim.x + threadIdx.x;
-        page[i] = own_slot[i] = -1;
-        state[i] = 0;
-        if (mark[i].request < 0 || token >= mapped_end) continue;
+// The slot of a token that closes a state of this rank, or PAD.
+__device__ __forceinline__ i64 slot_of(const Group& group, index_t request, index_t token, uindex_t state) {
+    const IntArray& slots = group.slot_mapping;
+    const IntArray& table = group.block_table;
+    const uindex_t column = quotient(state, group.block_size);
+    const i64 own_slot = slots.first ? load(slots, slots.first + token * slots.stride) : 0;
+    i64 page = -1;
+    if (column < (u64)group.num_columns)
+        page = load(table, table.first + request * group.block_table_row_stride + column * table.stride);
+    return page < 0 || own_slot == PAD ? PAD : (i64)(((u64)page - column) * group.block_size.value + state);
+}
+
+__device__ __forceinline__ void map_token(const Batch& batch, const Group& group, const Mark& mark, index_t token,
+                                          index_t mapped_end) {
+    i64 slot = PAD;
+    if (mark.request >= 0 && token < mapped_end) {
         const index_t position = batch.positions.first ? load_index(batch.positions, token)
-                                                       : (index_t)((uindex_t)token + (uindex_t)mark[i].base);
-        if (!closes(batch, group, position, state[i])) continue;
-        const IntArray& slots = group.slot_mapping;
-        own_slot[i] = slots.first ? load(slots, slots.first + token * slots.stride) : 0;
-        const uindex_t column = quotient(state[i], group.block_size);
-        state[i] -= column * (uindex_t)group.block_size.value;
-        const IntArray& table = group.block_table;
-        if (column < (u64)group.num_columns)
-            page[i] = load(table, table.first + mark[i].request * group.block_table_row_stride + column * table.stride);
+                                                       : (index_t)((uindex_t)token + (uindex_t)mark.base);
+        const uindex_t end = (uindex_t)position + 1;
+        const uindex_t states = quotient(end, group.compress_ratio);
+        uindex_t state = states - 1;
+        if (position >= 0 && states * group.compress_ratio.value == end && localize(batch, group, state))
+            slot = slot_of(group, mark.request, token, state);
     }
+    group.out[token] = slot;
+}
+
+// Maps four tokens of one request, with one division: at a ratio of 4 or more at most one of them closes a state.
+__device__ __forceinline__ void map_quad(const Batch& batch, const Group& group, const Mark& mark, index_t token,
+                                         index_t mapped_end) {
+    i64 slots[QUAD] = {PAD, PAD, PAD, PAD};
+    const index_t position = (index_t)((uindex_t)token + (uindex_t)mark.base);
+    if (position >= 0) {  // below, the first state would close behind the four
+        const uindex_t states = quotient((uindex_t)position + QUAD, group.compress_ratio);
+        const uindex_t end = states * (uindex_t)group.compress_ratio.value;
+        const index_t closing = token + (index_t)(end - 1 - (uindex_t)position);
+        uindex_t state = states - 1;
+        if (end > (uindex_t)position && closing < mapped_end && localize(batch, group, state)) {
+            const i64 slot = slot_of(group, mark.request, closing, state);
 #pragma unroll
-    for (int i = 0; i < TOKENS; ++i) {
-        const index_t token = tile + i * blockDim.x + threadIdx.x;
-        const bool mapped = page[i] >= 0 && own_slot[i] != PAD;
-        const i64 slot = (i64)((u64)page[i] * group.block_size.value + state[i]);
-        if (token < end) group.out[token] = mapped ? slot : PAD;
+            for (int i = 0; i < QUAD; ++i)
+                if (token + i == closing) slots[i] = slot;
+        }
     }
+    i64* out = group.out + token;
+    if ((u64)out % sizeof(longlong2) == 0) {
+        ((longlong2*)out)[0] = make_longlong2(slots[0], slots[1]);
+        ((longlong2*)out)[1] = make_longlong2(slots[2], slots[3]);
+    } else {
+#pragma unroll
+        for (int i = 0; i < QUAD; ++i) out[i] = slots[i];
+    }
+}
+
+// Whether this thread's share of the offsets falls anywhere.
+__device__ bool sees_fall(const Batch& batch) {
+    const IntArray& offsets = batch.query_start_loc;
+    const index_t num_requests = batch.num_requests;
+    bool falls = false;
+    index_t scanned = 0;
+#if !WIDE
+    if (offsets.stride == sizeof(int)) {  // 16 bytes a read
+        const index_t head = -((u64)offsets.first / sizeof(int)) % 4;
+        const index_t quads = (num_requests + 1 - head) / 4;
+        const int4* quad = (const int4*)(offsets.first + head * sizeof(int));
+#pragma unroll 4
+        for (index_t i = threadIdx.x; i < quads; i += blockDim.x) {
+            const int4 q = quad[i];
+            const index_t last = head + 4 * i + 3;
+            const int next = last < num_requests ? load_index(offsets, last + 1) : q.w;
+            falls |= q.y < q.x || q.z < q.y || q.w < q.z || next < q.w;
+        }
+        if (threadIdx.x < head)
+            falls |= load_index(offsets, threadIdx.x + 1) < load_index(offsets, threadIdx.x);
+        scanned = head + 4 * quads;
+    }
+#endif
+    for (index_t request = scanned + threadIdx.x; request < num_requests; request += blockDim.x)
+        falls |= load_index(offsets, request + 1) < load_index(offsets, request);
+    return falls;
 }
 
 // Finds the first offset that falls, and a request at or not far before the one of `token`.
 __device__ void scan(const Batch& batch, index_t token, index_t& first_fall, index_t& first_request) {
     const index_t num_requests = batch.num_requests;
+    const index_t probe = threadIdx.x * ((num_requests + blockDim.x - 1) / blockDim.x);
+    const bool starts_before = probe < num_requests && load_index(batch.query_start_loc, probe) <= token;
     if (threadIdx.x == 0) {
         first_fall = num_requests;
         first_request = 0;
     }
-    const index_t probe = threadIdx.x * ((num_requests + blockDim.x - 1) / blockDim.x);
-    const bool starts_before = probe < num_requests && load_index(batch.query_start_loc, probe) <= token;
-    index_t fall = num_requests;
-#pragma unroll 8
-    for (index_t request = threadIdx.x; request < num_requests; request += blockDim.x) {
-        const index_t begin = load_index(batch.query_start_loc, request);
-        const index_t end = load_index(batch.query_start_loc, request + 1);
-        if (end < begin && request < fall) fall = request;
+    if (__syncthreads_or(sees_fall(batch))) {
+        for (index_t request = threadIdx.x; request < num_requests; request += blockDim.x)
+            if (load_index(batch.query_start_loc, request + 1) < load_index(batch.query_start_loc, request)) {
+                atomicMin(&first_fall, request);
+                break;
+            }
+        __syncthreads();
     }
-    __syncthreads();
-    if (fall < num_requests) atomicMin(&first_fall, fall);
-    __syncthreads();
     if (starts_before && probe < first_fall) atomicMax(&first_request, probe);
     __syncthreads();
 }
 
-template <int REQUESTS, int TOKENS>
-__device__ __forceinline__ void map_block(const Batch& batch, const Group& group) {
+extern "C" __global__ void __launch_bounds__(1024, WIDE ? 1 : 2)
+    compressed_slot_mapping(const __grid_constant__ Batch batch) {
     extern __shared__ Mark shared[];
     __shared__ index_t first_fall, first_request, owner_end;
     __shared__ Mark owner;
-    const int tile_size = TOKENS * blockDim.x;
-    const Marks marks = {shared, shared + tile_size};
+    const Group& group = batch.groups[blockIdx.y];
+    const int tile_size = batch.tile_size;
+    const Marks marks = {shared, shared + blockDim.x};
     index_t tile = (index_t)blockIdx.x * (index_t)batch.tiles_per_block * tile_size;
     index_t block_end = tile + (index_t)batch.tiles_per_block * tile_size;
     if (block_end > group.out_len) block_end = group.out_len;
@@ -290,14 +323,16 @@ __device__ __forceinline__ void map_block(const Batch& batch, const Group& group
     }
 
     index_t num_requests = batch.num_requests;
-    Window<REQUESTS> window;
-    if (num_requests > REQUESTS * blockDim.x) {
+    index_t window_first = 0;
+    if (num_requests > Window::size()) {
         scan(batch, tile, first_fall, first_request);
         num_requests = first_fall;
+        if (num_requests > Window::size()) window_first = first_request;
     }
-    window.read(batch, num_requests > REQUESTS * blockDim.x ? first_request : 0);
+    Window window;
+    window.read(batch, window_first);
     index_t requests_end = load_index(batch.query_start_loc, num_requests);
-    marks.clear(tile_size);
+    marks.clear();
     if (__syncthreads_or(window.first_fall(num_requests) < num_requests)) {
         if (threadIdx.x == 0) first_fall = num_requests;
         __syncthreads();
@@ -309,37 +344,36 @@ __device__ __forceinline__ void map_block(const Batch& batch, const Group& group
     const index_t mapped_end = requests_end < batch.num_tokens ? requests_end : (index_t)batch.num_tokens;
 
     while (true) {
-        const index_t tile_end = tile + tile_size;
+        if (batch.seek_owner) {  // skip the marks while one request holds whole tiles
+            if (threadIdx.x == 0) owner_end = 0;
+            __syncthreads();
+            window.put_owner(owner, owner_end, num_requests, tile);
+            __syncthreads();
+            const Mark mark = owner;
+            const index_t owned_end = owner_end < block_end ? owner_end : block_end;
+            if (!batch.positions.first && group.compress_ratio.value >= QUAD)
+                for (; tile + QUAD * (int)blockDim.x <= owned_end; tile += QUAD * blockDim.x)
+                    map_quad(batch, group, mark, tile + QUAD * threadIdx.x, mapped_end);
+            for (; tile + (int)blockDim.x <= owned_end; tile += blockDim.x)
+                map_token(batch, group, mark, tile + threadIdx.x, mapped_end);
+            if (tile >= block_end) return;
+        }
+
+        const index_t tile_end = tile + tile_size < block_end ? tile + tile_size : block_end;
         window.put_marks(marks, num_requests, tile, tile_end);
         while (window.past() < num_requests && load_index(batch.query_start_loc, window.past()) < tile_end) {
             window.read(batch, window.past());
             window.put_marks(marks, num_requests, tile, tile_end);
         }
         __syncthreads();
-        map_tile<TOKENS>(batch, group, tile, mapped_end, block_end, [&](int offset) { return marks.at(offset); });
-        tile = tile_end;
-        if (tile >= block_end) return;
-
-        if (threadIdx.x == 0) owner_end = 0;
-        __syncthreads();
-        window.put_owner(owner, owner_end, num_requests, tile);
-        __syncthreads();
-        const index_t same_owner_until = owner_end;
-        for (const Mark mark = owner; tile + tile_size <= same_owner_until; tile += tile_size) {
-            map_tile<TOKENS>(batch, group, tile, mapped_end, block_end, [&](int) { return mark; });
-            if (tile + tile_size >= block_end) return;
+        if (threadIdx.x < tile_size) {
+            const Mark mark = marks.at(threadIdx.x);
+            if (tile + (int)threadIdx.x < tile_end) map_token(batch, group, mark, tile + threadIdx.x, mapped_end);
         }
-        marks.clear(tile_size);
+        tile += tile_size;
+        if (tile >= block_end) return;
         __syncthreads();
+        marks.clear();
+        if (!batch.seek_owner) __syncthreads();
     }
-}
-
-extern "C" __global__ void __launch_bounds__(WIDE ? 512 : 1024) compressed_slot_mapping(const __grid_constant__ Batch batch) {
-    const Group& group = batch.groups[blockIdx.y];
-    if (batch.tokens_per_thread > 1)
-        map_block<4, 4>(batch, group);
-    else if (batch.num_requests <= blockDim.x)
-        map_block<1, 1>(batch, group);
-    else
-        map_block<2, 1>(batch, group);
 }
