@@ -306,7 +306,14 @@ __device__ void scan(const Batch& batch, index_t token, index_t& first_fall, ind
     __syncthreads();
 }
 
-extern "C" __global__ void __launch_bounds__(1024, WIDE ? 1 : 2)
+// 32 registers, where they hold everything, let a multiprocessor keep 2,048 threads; elsewhere they would spill.
+#if !WIDE && (__CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900)
+#define LEAST_BLOCKS 2
+#else
+#define LEAST_BLOCKS 1
+#endif
+
+extern "C" __global__ void __launch_bounds__(1024, LEAST_BLOCKS)
     compressed_slot_mapping(const __grid_constant__ Batch batch) {
     extern __shared__ Mark shared[];
     __shared__ index_t first_fall, first_request, owner_end;
