@@ -45,8 +45,12 @@ class _Arguments:
         self.pointers = ctypes.addressof(self._pointers)
 
 
-# A launch takes one and puts it back: popping a list is atomic, so threads and re-entrant calls never share one.
+# A call takes one and puts it back: popping a list is atomic, so threads and re-entrant calls never share one.
 _arguments: list[_Arguments] = []
+
+
+# What the driver takes of a launch: kernel, blocks, groups, threads a block, shared memory a block, arguments.
+Launch = tuple[Loaded, int, int, int, int, _Arguments]
 
 
 def compressed_slot_mapping(
@@ -60,10 +64,26 @@ def compressed_slot_mapping(
     stream: int,
 ) -> None:
     """Write the slots of all `groups` to their `out` on `stream`, `GROUPS_PER_LAUNCH` at a time."""
+    for prepared in prepare(num_tokens, query_start_loc, seq_lens, positions, groups, sharding, stream=stream):
+        launch(prepared, stream)
+        _arguments.append(prepared[5])  # the driver has copied them
+
+
+def prepare(
+    num_tokens: int,
+    query_start_loc: Vector,
+    seq_lens: Vector | None,
+    positions: Vector | None,
+    groups: Sequence[Group],
+    sharding: Sharding,
+    *,
+    stream: int,
+) -> list[Launch]:
+    """The launches of `compressed_slot_mapping`, each with arguments of its own."""
     if len(groups) > GROUPS_PER_LAUNCH:
-        later = groups[GROUPS_PER_LAUNCH:]
-        groups = groups[:GROUPS_PER_LAUNCH]
-        compressed_slot_mapping(num_tokens, query_start_loc, seq_lens, positions, later, sharding, stream=stream)
+        batch = (num_tokens, query_start_loc, seq_lens, positions)
+        first = prepare(*batch, groups[:GROUPS_PER_LAUNCH], sharding, stream=stream)
+        return first + prepare(*batch, groups[GROUPS_PER_LAUNCH:], sharding, stream=stream)
     _, qsl_first, num_offsets, qsl_stride, qsl_itemsize, device, _, _ = query_start_loc
     _, seq_first, _, seq_stride, seq_itemsize, _, _, _ = seq_lens or _NO_VECTOR
     _, pos_first, _, pos_stride, pos_itemsize, _, _, _ = positions or _NO_VECTOR
@@ -81,24 +101,38 @@ def compressed_slot_mapping(
         if out_len > longest:
             longest = out_len
     if longest == 0:
-        return
+        return []
     wide = qsl_itemsize + seq_itemsize + pos_itemsize > 12 or longest > _NARROW_LIMIT or num_requests > _NARROW_LIMIT
     kernel = _KERNELS[len(groups) > 1, wide]
     loaded = kernel.loaded.get(device) or kernel.load(device, stream)
     threads, shared, tile_size, tiles, seek_owner, blocks = _geometry(
         longest, num_requests, wide, loaded.multiprocessors
     )
-    arguments = _arguments.pop() if _arguments else _Arguments()
+    try:
+        arguments = _arguments.pop()
+    except IndexError:
+        arguments = _Arguments()
     _ARGUMENTS[len(groups)].pack_into(
         arguments.block, 0,
         qsl_first, qsl_stride, qsl_itemsize, seq_first, seq_stride, seq_itemsize,
         num_requests, num_tokens, pos_first, pos_stride, pos_itemsize, tile_size, tiles, seek_owner,
         _UNSHARDED if sharding is UNSHARDED else _ranks(sharding.dcp_world_size, sharding.dcp_rank), *fields,
     )  # fmt: skip
+    return [(loaded, blocks, len(groups), threads, shared, arguments)]
+
+
+def launch(prepared: Launch, stream: int) -> None:
+    """Launch in the kernel's own context, and leave the caller's current as it was."""
+    (function, context, driver, _), blocks, groups, threads, shared, arguments = prepared
+    current = driver.ctxGetCurrent()
+    if current == context:
+        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments.pointers, 0)
+        return
+    driver.ctxSetCurrent(context)
     try:
-        _launch(loaded, blocks, len(groups), threads, shared, stream, arguments.pointers)
+        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments.pointers, 0)
     finally:
-        _arguments.append(arguments)
+        driver.ctxSetCurrent(current)
 
 
 def _divisor(value: int) -> tuple[int, int, int]:
@@ -145,17 +179,3 @@ def _geometry(longest: int, num_requests: int, wide: bool, multiprocessors: int)
     if tiles_per_block > 1:
         tiles_per_block = -(-tiles_per_block // _QUAD) * _QUAD
     return threads, marks, threads, tiles_per_block, 1, -(-tiles // tiles_per_block)
-
-
-def _launch(loaded: Loaded, blocks: int, groups: int, threads: int, shared: int, stream: int, arguments: int) -> None:
-    """Launch in the kernel's own context, and leave the caller's current as it was."""
-    function, context, driver, _ = loaded
-    current = driver.ctxGetCurrent()
-    if current == context:
-        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments, 0)
-        return
-    driver.ctxSetCurrent(context)
-    try:
-        driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments, 0)
-    finally:
-        driver.ctxSetCurrent(current)

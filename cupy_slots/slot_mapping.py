@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ def get_compressed_slot_mappings(
 
     Parameters
     ----------
-    num_tokens, slot_mapping, query_start_loc, seq_lens, dcp_world_size, cp_interleave, dcp_rank, cp_shard, positions
+    num_tokens, ..., positions
         The batch, as for `get_compressed_slot_mapping`.
     groups : sequence of CacheGroup
         The caches. Up to 16 share a launch.
@@ -189,13 +190,23 @@ def get_compressed_slot_mappings(
     >>> compressed
     array([ -1,  -1,  -1, 193])
     """
+    caches, names = named_groups(groups)
+    sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
+    return _map(num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, names, sharding)
+
+
+def named_groups(groups: Sequence[CacheGroup]) -> tuple[list[CacheGroup], list[tuple[str, ...]]]:
+    """The groups as records, and what an error calls their fields."""
     try:
-        groups = [CacheGroup(*group) for group in groups]
+        caches = [CacheGroup(*group) for group in groups]
     except TypeError as reason:
         raise TypeError(f"groups must be a sequence of CacheGroup: {reason}") from reason
-    names = [tuple(f"groups[{i}].{field}" for field in CacheGroup._fields) for i in range(len(groups))]
-    sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
-    return _map(num_tokens, slot_mapping, query_start_loc, seq_lens, positions, groups, names, sharding)
+    return caches, [_field_names(i) for i in range(len(caches))]
+
+
+@functools.cache
+def _field_names(i: int) -> tuple[str, ...]:
+    return tuple(f"groups[{i}].{field}" for field in CacheGroup._fields)
 
 
 def _map(
@@ -215,7 +226,7 @@ def _map(
     starts, lengths, given_positions, _ = batch
     device = starts[5]
     if device == CPU:
-        _map_on_cpu(num_tokens, starts, lengths, given_positions, groups, sharding)
+        map_on_cpu(num_tokens, starts, lengths, given_positions, groups, sharding)
     else:
         stream = LIBRARIES[type(stream_giver)].stream(stream_giver, device)
         _gpu.compressed_slot_mapping(num_tokens, starts, lengths, given_positions, groups, sharding, stream=stream)
@@ -359,7 +370,7 @@ def _in_place(out: Vector, slots: Vector) -> bool:
     return pointer == out[1] and itemsize == 8 and (stride == 8 or length <= 1)
 
 
-def _map_on_cpu(
+def map_on_cpu(
     num_tokens: int,
     starts: Vector,
     lengths: Vector | None,

@@ -18,7 +18,7 @@ import numpy as np
 from ledger import Ledger
 from serving import PAD, Kind, Scheduler, read_trace, synthetic_trace
 
-from cupy_slots import get_compressed_slot_mapping
+from cupy_slots import get_compressed_slot_mapping, validate_compressed_slot_mapping
 
 RATIOS = (4, 128)
 PAGE_TOKENS = 256
@@ -70,9 +70,19 @@ class Cache:
     pads: int = 0
 
 
-def map_step(step, backend, caches) -> float:
+def validate_step(step, arrays, caches) -> list[str]:
+    """What is wrong with the values that a step is about to be mapped with."""
+    batch = int(step.query_start_loc[-1])  # what earlier steps left in slot_mapping behind the batch is no mistake
+    findings = []
+    for cache in caches:
+        geometry, num_slots = (cache.states_per_page, cache.ratio), cache.ledger.page_slots.size
+        found = validate_compressed_slot_mapping(batch, *arrays, *geometry, cache.out, num_slots=num_slots)
+        findings += [f"step {step.number}, ratio {cache.ratio}: {finding}" for finding in found]
+    return findings
+
+
+def map_step(step, arrays, backend, caches) -> float:
     """Map one step for every cache, the job under test. Returns the seconds that the calls took."""
-    arrays = [backend.upload(a) for a in (step.slot_mapping, step.query_start_loc, step.seq_lens, step.block_table)]
     if backend.synchronize:
         backend.synchronize()
     start = perf_counter()
@@ -93,13 +103,14 @@ class Replay:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(len(Kind), int))  # by Kind
     cached_tokens: int = 0
     seconds: list[float] = field(default_factory=list)  # in the mapping, a step
+    findings: list[str] = field(default_factory=list)  # of validation
 
     @property
     def violations(self) -> int:
-        return sum(cache.ledger.violations.total() for cache in self.caches)
+        return len(self.findings) + sum(cache.ledger.violations.total() for cache in self.caches)
 
 
-def replay(scheduler, backend, on_step=lambda step, mapped: None) -> Replay:
+def replay(scheduler, backend, on_step=lambda step, mapped: None, validate=False) -> Replay:
     """Serve the scheduler's trace, mapping and checking every step. `on_step` sees each, and its mapping by ratio."""
     num_pages = scheduler.num_pages
     caches = []
@@ -110,7 +121,10 @@ def replay(scheduler, backend, on_step=lambda step, mapped: None) -> Replay:
 
     so_far = Replay(caches)
     for step in scheduler:
-        so_far.seconds.append(map_step(step, backend, caches))
+        arrays = [backend.upload(a) for a in (step.slot_mapping, step.query_start_loc, step.seq_lens, step.block_table)]
+        if validate:
+            so_far.findings += validate_step(step, arrays, caches)
+        so_far.seconds.append(map_step(step, arrays, backend, caches))
         mapped = {cache.ratio: backend.download(cache.out) for cache in caches}
         for cache in caches:
             cache.ledger.check(step, mapped[cache.ratio])
@@ -124,7 +138,9 @@ def replay(scheduler, backend, on_step=lambda step, mapped: None) -> Replay:
 
 
 def print_table(result, pool, backend) -> None:
-    """The outcome, first examples of what went wrong, then a table whose last row counts the violations."""
+    """What validation found, first examples of what went wrong, then a table whose last row counts the violations."""
+    for finding in result.findings:
+        print(finding)
     for cache in result.caches:
         print(*cache.ledger.examples[:10], sep="\n", end="\n" * bool(cache.ledger.examples))
 
@@ -225,6 +241,7 @@ def argument_parser() -> argparse.ArgumentParser:
         metavar="W",
         help="cached tokens replayed after a prefix-cache hit (%(default)s)",
     )
+    add("--validate", action="store_true", help="look for wrong values before each call; a finding is a violation")
     add("--plot", metavar="FILE", help="draw the step that shows most (needs matplotlib)")
     return parser
 
@@ -260,7 +277,7 @@ def main(argv=None) -> int:
             if exhibit:
                 exhibit.offer(step, mapped)
 
-        result = replay(scheduler, backend, on_step)
+        result = replay(scheduler, backend, on_step, args.validate)
     if exhibit:
         draw_step(exhibit.step, exhibit.mapped, PAGE_TOKENS, args.plot)
     print_table(result, scheduler.pool, backend)
