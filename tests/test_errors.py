@@ -234,8 +234,7 @@ def test_out_of_a_read_only_interface():
     memory = cupy.full(8, NOISE)
     interface = memory.__cuda_array_interface__ | {"data": (memory.data.ptr, True)}
     inputs = {
-        name: cupy.array(value) if name in ARRAYS and value is not None else value
-        for name, value in good("").items()
+        name: cupy.array(value) if name in ARRAYS and value is not None else value for name, value in good("").items()
     }
     with pytest.raises(ValueError, match=r"out.*read-only"):
         get_compressed_slot_mapping(**inputs, out=SimpleNamespace(__cuda_array_interface__=interface))
