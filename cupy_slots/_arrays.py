@@ -151,6 +151,11 @@ class _Torch:
         return self._torch.empty(length, dtype=self._torch.int64, device=like.device)
 
     @staticmethod
+    def address(tensor: Any) -> int:
+        pointer: int = tensor.data_ptr()
+        return pointer
+
+    @staticmethod
     def prefix(tensor: Any, length: int) -> Any:
         return tensor[:length]
 
@@ -202,6 +207,11 @@ class _CuPy:
     def empty(self, length: int, like: Any) -> Any:
         with like.device:
             return self._cupy.empty(length, np.int64)
+
+    @staticmethod
+    def address(array: Any) -> int:
+        pointer: int = array.data.ptr
+        return pointer
 
     @staticmethod
     def prefix(array: Any, length: int) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ._arrays import Table, Vector
 from ._jit import Kernel, Loaded
@@ -49,6 +49,17 @@ class _Arguments:
 _arguments: list[_Arguments] = []
 
 
+def take_arguments() -> _Arguments:
+    try:
+        return _arguments.pop()
+    except IndexError:
+        return _Arguments()
+
+
+def give_back(arguments: _Arguments) -> None:
+    _arguments.append(arguments)
+
+
 # What the driver takes of a launch: kernel, blocks, groups, threads a block, shared memory a block, arguments.
 Launch = tuple[Loaded, int, int, int, int, _Arguments]
 
@@ -66,7 +77,7 @@ def compressed_slot_mapping(
     """Write the slots of all `groups` to their `out` on `stream`, `GROUPS_PER_LAUNCH` at a time."""
     for prepared in prepare(num_tokens, query_start_loc, seq_lens, positions, groups, sharding, stream=stream):
         launch(prepared, stream)
-        _arguments.append(prepared[5])  # the driver has copied them
+        give_back(prepared[5])  # the driver has copied them
 
 
 def prepare(
@@ -108,10 +119,7 @@ def prepare(
     threads, shared, tile_size, tiles, seek_owner, blocks = _geometry(
         longest, num_requests, wide, loaded.multiprocessors
     )
-    try:
-        arguments = _arguments.pop()
-    except IndexError:
-        arguments = _Arguments()
+    arguments = take_arguments()
     _ARGUMENTS[len(groups)].pack_into(
         arguments.block, 0,
         qsl_first, qsl_stride, qsl_itemsize, seq_first, seq_stride, seq_itemsize,
@@ -119,6 +127,32 @@ def prepare(
         _UNSHARDED if sharding is UNSHARDED else _ranks(sharding.dcp_world_size, sharding.dcp_rank), *fields,
     )  # fmt: skip
     return [(loaded, blocks, len(groups), threads, shared, arguments)]
+
+
+def blank_addresses(
+    prepared: Launch, shares_slots: Sequence[bool]
+) -> tuple[Callable[..., None], list[int | bytes], list[tuple[int, int]]]:
+    """The arguments of a launch as a `pack_into` with its fields, and where among them which array's address belongs.
+
+    Arrays are counted as query_start_loc, seq_lens, positions, slot_mapping, then each group's block_table, own
+    slot_mapping, out; `shares_slots` says of each group whether it reads the batch's slot_mapping.
+    """
+    group_size = struct.calcsize(_GROUP_FORMAT)
+    addresses = {0: 0, 24: 1, 64: 2}  # by place in the kernel's structs
+    for i, shared in enumerate(shares_slots):
+        first = struct.calcsize(_BATCH_FORMAT) + i * group_size
+        addresses |= {first: 3 * i + 6, first + 88: 3 * i + 4, first + 128: 3 if shared else 3 * i + 5}
+    arguments = bytes(prepared[5].block)[: _ARGUMENTS[prepared[2]].size]
+    ends = [*addresses, len(arguments)][1:]
+    layout = ""
+    fields: list[int | bytes] = []
+    places = []
+    for (offset, array), end in zip(addresses.items(), ends, strict=True):
+        places.append((len(fields), array))
+        constants = arguments[offset + 8 : end]
+        layout += f"q{len(constants)}s"
+        fields += 0, constants
+    return struct.Struct("=" + layout).pack_into, fields, places
 
 
 def launch(prepared: Launch, stream: int) -> None:

@@ -27,13 +27,13 @@ from cupy_slots import CacheGroup, get_compressed_slot_mapping, get_compressed_s
 
 
 def check(batch, expected, order):
-    """The slots of a batch, alone and as two groups of one launch."""
+    """The slots of a batch alone, again in other memory, and as two groups of one launch."""
     (directory / "last_batch.txt").write_text(f"order={order}, {batch}")  # a sanitizer's report does not say
     arguments, n = batch.arguments, batch.arguments["num_tokens"]
     device = order % len(MULTIPROCESSORS)
     gpu = Backend("emulated", "", np.copy, as_input=lambda array: to_gpu(array, device))
     DRIVER.order = order
-    for groups in (1, 2):
+    for groups in (1, 1, 2):
         inputs = gpu.make_inputs(arguments, batch.layout)
         outs = [batch.out if batch.out is None else gpu.make([NOISE] * len(expected)) for _ in range(groups)]
         if groups == 1:
