@@ -21,7 +21,12 @@ from peers import gpu_peers
 from report import THIS, Goal, Report, Row, machine, nvidia_driver, options
 from startup import import_times
 
-from cupy_slots import CacheGroup, get_compressed_slot_mapping, get_compressed_slot_mappings
+from cupy_slots import (
+    CacheGroup,
+    get_compressed_slot_mapping,
+    get_compressed_slot_mappings,
+    plan_compressed_slot_mappings,
+)
 
 POISON = -7
 ON_THE_HOST, IN_A_GRAPH, IMPORT = "host, us", "GPU in a graph, us", "import, ms"
@@ -131,6 +136,7 @@ class Bench:
         first_tokens = itemgetter(slice(None, num_tokens))
         floors = {
             "bare launch": bare.launch,
+            "kept plan": plan_compressed_slot_mappings(*tensors[:4], [CacheGroup(*tensors[4:], out=exact)]).run,
             "empty RawKernel": empty_kernel(),
             "torch fill_": partial(exact.fill_, -1),
             "torch slice": partial(first_tokens, longer),
@@ -151,6 +157,9 @@ class Bench:
                 ratio = (row[THIS].median - sum(result)) / launch
                 beside = f" beside the {allowed}" if allowed else ""
                 self.add(ON_THE_HOST, f"{library}, {kind}", row, shown, Goal(ratio, f"x launch{beside}", 2.0, 3.0))
+        planned, launch = times["kept plan"], times["bare launch"]
+        goal = Goal(planned.median / launch.median, "x launch", 2.0, 3.0)
+        self.add(ON_THE_HOST, "torch, a kept plan's run", {THIS: planned}, {"bare launch": launch}, goal)
         self.add(ON_THE_HOST, "floor", {}, {name: times[name] for name in ("empty RawKernel", "torch fill_")})
 
     def right_on_host(self, key: tuple, call, out, answer) -> bool:

@@ -79,7 +79,13 @@ def get_state_owner(
 
     Notes
     -----
-    ``"token"`` is the layout of vLLM 0.33; ``"state"`` interleaves compressed entries instead.
+    ``"token"`` is the layout of vLLM 0.33; ``"state"`` interleaves compressed entries instead. With a ratio of 2 and
+    two ranks::
+
+        "token", runs of 4 tokens            "state", runs of 1 state
+        position  0 1 2 3 | 4 5 6 7 | 8 9    position  0 1 | 2 3 | 4 5 | 6 7 | 8 9
+        rank         0    |    1    |  0     rank       0  |  1  |  0  |  1  |  0
+        state      0   1  |  0   1  |  2     state      0  |  0  |  1  |  1  |  2
     """
     if isinstance(position, np.ndarray):
         if position.dtype.kind != "i":
