@@ -16,6 +16,7 @@ import numpy as np
 from .context_parallel import Sharding, local_index
 
 PAD = -1
+_STATES_AT_ONCE = 2**14  # so that all that is made on the way stays in a core's cache
 
 
 class Group(NamedTuple):
@@ -59,9 +60,7 @@ def compressed_slot_mapping(
                 runs[ratio, longest] = _runs(num_tokens, query_start_loc, seq_lens, ratio, longest)
             else:
                 runs[ratio, longest] = _runs_of_one(num_tokens, query_start_loc, positions, ratio)
-        token, slot = _slots(runs[ratio, longest], group, sharding)
-        group.out.fill(PAD)
-        group.out[token] = slot
+        _write(runs[ratio, longest], group, sharding)
 
 
 def _real_requests(query_start_loc: np.ndarray) -> np.ndarray:
@@ -103,8 +102,8 @@ def _runs_of_one(num_tokens: int, query_start_loc: np.ndarray, positions: np.nda
     return _Runs(token, request, position[closing] // compress_ratio, np.ones_like(token))
 
 
-def _slots(runs: _Runs, group: Group, sharding: Sharding) -> tuple[np.ndarray, np.ndarray]:
-    """Every closing token that has a page on this rank, and its slot, or PAD where it is masked."""
+def _write(runs: _Runs, group: Group, sharding: Sharding) -> None:
+    """Set all of the group's `out`."""
     if sharding.dcp_world_size > 1:
         rank, local_state = local_index(runs.state, sharding.dcp_world_size, group.interleave)
         runs = runs._replace(state=local_state)
@@ -118,17 +117,32 @@ def _slots(runs: _Runs, group: Group, sharding: Sharding) -> tuple[np.ndarray, n
     if not has_page.all():
         runs, slot = _keep(runs, has_page), slot[has_page]
 
-    token, length = runs.token, runs.length
+    own_slot = group.slot_mapping
+    if own_slot is not None and np.may_share_memory(own_slot, group.out):
+        own_slot = own_slot.copy()
+    group.out.fill(PAD)
+    step = max(1, _STATES_AT_ONCE // runs.length.max(initial=1))
+    for first in range(0, len(slot), step):
+        part = slice(first, first + step)
+        tokens, slots = _expand(runs.token[part], slot[part], runs.length[part], group.compress_ratio)
+        if own_slot is not None:
+            slots[own_slot.take(tokens) == PAD] = PAD
+        group.out[tokens] = slots
+
+
+def _expand(
+    token: np.ndarray, slot: np.ndarray, length: np.ndarray, compress_ratio: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of all states of some runs, and their slots."""
     total = length.sum()
-    if len(token) < total:
-        before = length.cumsum() - length
-        token = np.repeat(token - before * group.compress_ratio, length)
-        token += np.arange(0, total * group.compress_ratio, group.compress_ratio)
-        slot = np.repeat(slot - before, length)
-        slot += np.arange(total)
-    if group.slot_mapping is not None:
-        slot[group.slot_mapping.take(token) == PAD] = PAD
-    return token, slot
+    if len(token) == total:
+        return token, slot
+    before = length.cumsum() - length
+    tokens = np.repeat(token - before * compress_ratio, length)
+    tokens += np.arange(0, total * compress_ratio, compress_ratio)
+    slots = np.repeat(slot - before, length)
+    slots += np.arange(total)
+    return tokens, slots
 
 
 def _keep(runs: _Runs, kept: np.ndarray) -> _Runs:
