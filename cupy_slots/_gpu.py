@@ -73,11 +73,12 @@ def compressed_slot_mapping(
     sharding: Sharding,
     *,
     stream: int,
-) -> None:
-    """Write the slots of all `groups` to their `out` on `stream`, `GROUPS_PER_LAUNCH` at a time."""
-    for prepared in prepare(num_tokens, query_start_loc, seq_lens, positions, groups, sharding, stream=stream):
+) -> list[Launch]:
+    """Write the slots of all `groups` to their `out` on `stream`; the launches, for `give_back` of their arguments."""
+    launches = prepare(num_tokens, query_start_loc, seq_lens, positions, groups, sharding, stream=stream)
+    for prepared in launches:
         launch(prepared, stream)
-        give_back(prepared[5])  # the driver has copied them
+    return launches
 
 
 def prepare(
@@ -90,7 +91,7 @@ def prepare(
     *,
     stream: int,
 ) -> list[Launch]:
-    """The launches of `compressed_slot_mapping`, each with arguments of its own."""
+    """The launches that `compressed_slot_mapping` takes, for `GROUPS_PER_LAUNCH` groups each at most."""
     if len(groups) > GROUPS_PER_LAUNCH:
         batch = (num_tokens, query_start_loc, seq_lens, positions)
         first = prepare(*batch, groups[:GROUPS_PER_LAUNCH], sharding, stream=stream)

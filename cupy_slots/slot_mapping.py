@@ -240,9 +240,8 @@ def _map(
         map_on_cpu(num_tokens, starts, lengths, given_positions, groups, sharding)
         return results
     stream = LIBRARIES[type(stream_giver)].stream(stream_giver, device)
-    launches = _gpu.prepare(num_tokens, starts, lengths, given_positions, groups, sharding, stream=stream)
-    for prepared in launches:
-        _gpu.launch(prepared, stream)
+    call = (num_tokens, starts, lengths, given_positions, groups, sharding)
+    launches = _gpu.compressed_slot_mapping(*call, stream=stream)
     if key is not None and _is_plain(batch, groups):
         _forms.remember(key, num_tokens, batch, groups, launches)
     for prepared in launches:
