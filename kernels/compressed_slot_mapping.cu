@@ -10,8 +10,10 @@
 //      at once, and `slot_mapping` is not read for any other token.
 //
 // So two dependent reads of global memory lie between launch and store. A kernel of nothing but those two reads and
-// the store takes 1.6 to 1.7 times a fill on an H200, which bounds every design; a binary search per token adds
-// log2(requests) more reads. Tiles that lie within one request skip the marks and their barriers.
+// the store takes 1.6 to 1.75 times a fill on an H200, which bounds every design; a binary search per token adds
+// log2(requests) more reads. Tiles within one request skip the marks and their barriers, and at a ratio of 4 or more a
+// thread maps four of their tokens with one division and 16-byte stores: a million tokens of one request take 5.6 us,
+// against 8.5 us one by one, where instructions were the limit.
 //
 // "From the first entry of query_start_loc that falls, all is padding" takes a look at every entry, so each block
 // takes it. While the requests fit the block's registers that costs nothing, they are there anyway. Else a block first
@@ -57,7 +59,7 @@ struct Group {  // one compressed cache
     i64 out_len;
     Divisor compress_ratio;
     Divisor block_size;
-    Divisor interleave;     // in states, with either context-parallel layout
+    Divisor interleave;    // in states, with either context-parallel layout
     IntArray block_table;  // stride: between columns
     i64 block_table_row_stride;
     i64 num_columns;
