@@ -8,7 +8,7 @@ from typing import Any
 from . import _gpu
 from ._arrays import CPU, LIBRARIES
 from .context_parallel import check_sharding
-from .slot_mapping import CacheGroup, check_call, map_on_cpu, named_groups
+from .slot_mapping import CacheGroup, as_cache_groups, check_call, map_on_cpu, names_of_groups
 
 
 class SlotMappingPlan:
@@ -95,11 +95,11 @@ def plan_compressed_slot_mappings(
     >>> plan.run()
     [array([449])]
     """
-    caches, names = named_groups(groups)
+    caches = as_cache_groups(groups)
     sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
     batch = (num_tokens, slot_mapping, query_start_loc, seq_lens, positions)
     num_tokens, (starts, lengths, given_positions, _), checked, results, stream_giver = check_call(
-        *batch, caches, names, sharding
+        *batch, caches, names_of_groups(len(caches)), sharding
     )
     call = (num_tokens, starts, lengths, given_positions, checked, sharding)
     return SlotMappingPlan(call, results, stream_giver, keep_alive=(batch, caches))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -190,23 +189,22 @@ def get_compressed_slot_mappings(
     >>> compressed
     array([ -1,  -1,  -1, 193])
     """
-    caches, names = named_groups(groups)
+    caches = as_cache_groups(groups)
     sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
-    return _map(num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, names, sharding)
+    return _map(num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, None, sharding)
 
 
-def named_groups(groups: Sequence[CacheGroup]) -> tuple[list[CacheGroup], list[tuple[str, ...]]]:
-    """The groups as records, and what an error calls their fields."""
+def as_cache_groups(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
+    """The groups as records, whatever sequences they came as."""
     try:
-        caches = [CacheGroup(*group) for group in groups]
+        return [group if type(group) is CacheGroup else CacheGroup(*group) for group in groups]
     except TypeError as reason:
         raise TypeError(f"groups must be a sequence of CacheGroup: {reason}") from reason
-    return caches, [_field_names(i) for i in range(len(caches))]
 
 
-@functools.cache
-def _field_names(i: int) -> tuple[str, ...]:
-    return tuple(f"groups[{i}].{field}" for field in CacheGroup._fields)
+def names_of_groups(number: int) -> list[tuple[str, ...]]:
+    """What an error calls the fields of each group."""
+    return [tuple(f"groups[{i}].{field}" for field in CacheGroup._fields) for i in range(number)]
 
 
 def _map(
@@ -216,7 +214,7 @@ def _map(
     seq_lens: Any,
     positions: Any,
     caches: Sequence[Any],
-    names: Sequence[tuple[str, ...]],
+    names: Sequence[tuple[str, ...]] | None,
     sharding: Sharding,
 ) -> list[Any]:
     """Recall the form of the call, or check everything; then write. The one way of every call."""
@@ -231,6 +229,7 @@ def _map(
     if form is not None and form.run(query_start_loc, results, addresses):
         return results
 
+    names = names or names_of_groups(len(caches))
     num_tokens, batch, groups, results, stream_giver = check_call(
         num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, names, sharding
     )
