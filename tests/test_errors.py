@@ -242,13 +242,11 @@ def test_out_of_a_read_only_interface():
 
 
 @array_backends
-@pytest.mark.parametrize("step", [2, 3, -1])
-def test_out_not_contiguous(backend, step):
-    if step < 0 and "reversed" not in backend.strides:
-        pytest.skip(f"{backend.name} has no negative strides")
-    memory = backend.wrap(np.full(24, NOISE))
-    refuse(backend, ValueError, "out", backend.as_out(memory[::step]), "contiguous")
-    assert to_list(memory) == [NOISE] * 24
+def test_out_not_contiguous(backend):
+    for step in (2, 3, -1) if "reversed" in backend.strides else (2, 3):
+        memory = backend.wrap(np.full(24, NOISE))
+        refuse(backend, ValueError, "out", backend.as_out(memory[::step]), "contiguous")
+        assert to_list(memory) == [NOISE] * 24, step
 
 
 def check_overlap(backend, name, value, out, memory, overlaps, arguments):

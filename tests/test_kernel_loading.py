@@ -36,7 +36,6 @@ def test_checkout(tmp_path):
 
 def test_wheel(tmp_path):
     """It carries a copy, which comes before a directory of the same name beside the package."""
-    pytest.importorskip("hatchling")
     command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(tmp_path)]
     subprocess.run(command, cwd=CHECKOUT, check=True, capture_output=True, timeout=120)
     installed = tmp_path / "site-packages"

@@ -27,10 +27,10 @@ class Limit(NamedTuple):
 
 
 LIMITS = {
-    "compressed_slot_mapping MAX_GROUPS=1 WIDE=0": Limit(56, 64),
-    "compressed_slot_mapping MAX_GROUPS=1 WIDE=1": Limit(64, 64),
-    "compressed_slot_mapping MAX_GROUPS=16 WIDE=0": Limit(56, 64),
-    "compressed_slot_mapping MAX_GROUPS=16 WIDE=1": Limit(64, 64),
+    "compressed_slot_mapping MAX_GROUPS=1 WIDE=0": Limit(54, 32),
+    "compressed_slot_mapping MAX_GROUPS=1 WIDE=1": Limit(64, 48),
+    "compressed_slot_mapping MAX_GROUPS=16 WIDE=0": Limit(54, 32),
+    "compressed_slot_mapping MAX_GROUPS=16 WIDE=1": Limit(64, 48),
 }
 
 
