@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import _gpu
-from ._arrays import LIBRARIES, Vector
+from ._arrays import LIBRARIES, Table, Vector
 from ._jit import Kernel
 from .context_parallel import Sharding
 
@@ -72,16 +72,18 @@ class Form:
     """A launch without its addresses."""
 
     def __init__(
-        self, num_tokens: int, batch: Sequence[Vector | None], groups: Sequence[_gpu.Group], prepared: _gpu.Launch
+        self,
+        num_tokens: int,
+        arrays: Sequence[Vector | Table | None],
+        batch: Sequence[Vector | None],
+        groups: Sequence[_gpu.Group],
+        prepared: _gpu.Launch,
     ) -> None:
         self._num_tokens = num_tokens
         self._launch = prepared[:5]
         self._pack, self._fields, self._places = _gpu.blank_addresses(prepared, [g[0] is batch[3] for g in groups])
         self._device = groups[0][5][5]
         self._kernel = next(k for k in Kernel.registry if k.loaded.get(self._device) is prepared[0])
-        arrays: list[Any] = [*batch]
-        for slots, pages, _, _, _, out in groups:
-            arrays += pages, None if slots is batch[3] else slots, out
         spans = [(i, array[-1] - array[-2]) for i, array in enumerate(arrays) if array is not None]
         outs = range(_FIRST_OUT, len(arrays), 3)
         self._apart = [(out, size, [span for span in spans if span[0] != out]) for out, size in spans if out in outs]
@@ -148,7 +150,11 @@ def remember(
     prepared: Sequence[_gpu.Launch],
 ) -> None:
     """Keep the form of a call that has been checked."""
-    if len(prepared) == 1:
+    arrays: list[Vector | Table | None] = [*batch]
+    for slots, pages, _, _, _, out in groups:
+        arrays += pages, None if slots is batch[3] else slots, out
+    forwards = all(array is None or array[1] == array[-2] for array in arrays)  # an address is the lowest
+    if len(prepared) == 1 and forwards:
         if len(_forms) >= _MOST_FORMS:
             _forms.clear()
-        _forms[key] = Form(num_tokens, batch, groups, prepared[0])
+        _forms[key] = Form(num_tokens, arrays, batch, groups, prepared[0])

@@ -23,7 +23,7 @@ from emulated_gpu import DRIVER, MULTIPROCESSORS, ORDERS, to_gpu
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cupy_slots import CacheGroup, get_compressed_slot_mapping, get_compressed_slot_mappings
+from cupy_slots import CacheGroup, _forms, get_compressed_slot_mapping, get_compressed_slot_mappings
 
 
 def check(batch, expected, order):
@@ -126,4 +126,5 @@ if __name__ == "__main__":
     check_large_batches()
     check_cases()
     check_drawn_batches()
+    assert _forms._forms, "no second call was one of a form"
     print(f"{DRIVER.launches} launches match the oracle")

@@ -56,6 +56,14 @@ def test_a_later_overlap_is_seen(backend):
     assert to_list(call(backend, slot_mapping=memory[:8], out=memory[:8]))[0] == 640  # in place
 
 
+@parametrize([backend for backend in ALL_GPU_BACKENDS if backend.name == "cupy"])
+def test_an_overlap_with_an_array_that_runs_backwards_is_seen(backend):
+    memory = backend.wrap(np.zeros(40, np.int64))
+    call(backend, slot_mapping=memory[15:7:-1], out=memory[20:28])
+    with pytest.raises(ValueError, match="out must not overlap slot_mapping"):
+        call(backend, slot_mapping=memory[15:7:-1], out=memory[2:10])
+
+
 @gpu_backends
 @pytest.mark.parametrize("name", ["num_tokens", "block_size", "compress_ratio", "dcp_world_size", "cp_interleave"])
 def test_a_later_bool_is_refused(backend, name):
