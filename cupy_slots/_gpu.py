@@ -16,7 +16,7 @@ from ._jit import Kernel, Loaded
 from .context_parallel import UNSHARDED, Sharding
 
 GROUPS_PER_LAUNCH = 16
-_SEGMENT, _REQUESTS_PER_THREAD, _QUAD = 32, 2, 4  # as in the kernel
+_SEGMENT, _QUAD = 32, 4  # as in the kernel
 _NO_VECTOR: Vector = (None, 0, 0, 0, 4, 0, 0, 0)
 _NARROW_LIMIT = 2**30  # tokens or requests that 32-bit indices can count, with the tiles past the last
 
