@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
 from collections.abc import Callable, Sequence
 
@@ -36,32 +37,18 @@ _GROUP_FORMAT = f"qq{8 * 3 * _DIVISOR_FIELDS}s8q"
 _ARGUMENTS = [struct.Struct(_BATCH_FORMAT + n * _GROUP_FORMAT) for n in range(GROUPS_PER_LAUNCH + 1)]
 
 
-class _Arguments:
+class Arguments:
     """The memory of a kernel's one argument, and the array of pointers that the driver wants around it."""
 
-    def __init__(self) -> None:
-        self.block = ctypes.create_string_buffer(_ARGUMENTS[-1].size)
+    def __init__(self, num_groups: int) -> None:
+        self.block = ctypes.create_string_buffer(_ARGUMENTS[num_groups].size)
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self.block))
         self.pointers = ctypes.addressof(self._pointers)
 
 
-# A call takes one and puts it back: popping a list is atomic, so threads and re-entrant calls never share one.
-_arguments: list[_Arguments] = []
-
-
-def take_arguments() -> _Arguments:
-    try:
-        return _arguments.pop()
-    except IndexError:
-        return _Arguments()
-
-
-def give_back(arguments: _Arguments) -> None:
-    _arguments.append(arguments)
-
-
-# What the driver takes of a launch: kernel, blocks, groups, threads a block, shared memory a block, arguments.
-Launch = tuple[Loaded, int, int, int, int, _Arguments]
+# What the driver takes of a launch besides its arguments: kernel, blocks, groups, threads and shared memory a block.
+Grid = tuple[Loaded, int, int, int, int]
+Launch = tuple[Grid, Arguments]
 
 
 def compressed_slot_mapping(
@@ -74,10 +61,10 @@ def compressed_slot_mapping(
     *,
     stream: int,
 ) -> list[Launch]:
-    """Write the slots of all `groups` to their `out` on `stream`; the launches, for `give_back` of their arguments."""
+    """Write the slots of all `groups` to their `out` on `stream`; return how."""
     launches = prepare(num_tokens, query_start_loc, seq_lens, positions, groups, sharding, stream=stream)
-    for prepared in launches:
-        launch(prepared, stream)
+    for grid, arguments in launches:
+        launch(grid, arguments, stream)
     return launches
 
 
@@ -120,45 +107,38 @@ def prepare(
     threads, shared, tile_size, tiles, seek_owner, blocks = _geometry(
         longest, num_requests, wide, loaded.multiprocessors
     )
-    arguments = take_arguments()
+    arguments = Arguments(len(groups))
     _ARGUMENTS[len(groups)].pack_into(
         arguments.block, 0,
         qsl_first, qsl_stride, qsl_itemsize, seq_first, seq_stride, seq_itemsize,
         num_requests, num_tokens, pos_first, pos_stride, pos_itemsize, tile_size, tiles, seek_owner,
         _UNSHARDED if sharding is UNSHARDED else _ranks(sharding.dcp_world_size, sharding.dcp_rank), *fields,
     )  # fmt: skip
-    return [(loaded, blocks, len(groups), threads, shared, arguments)]
+    return [((loaded, blocks, len(groups), threads, shared), arguments)]
 
 
-def blank_addresses(
-    prepared: Launch, shares_slots: Sequence[bool]
-) -> tuple[Callable[..., None], list[int | bytes], list[tuple[int, int]]]:
-    """The arguments of a launch as a `pack_into` with its fields, and where among them which array's address belongs.
+def blank_addresses(arguments: Arguments, num_groups: int) -> tuple[Callable[..., None], list[int | bytes]]:
+    """The arguments of a launch as a `pack_into` with its fields, of which every other one is an array's address.
 
-    Arrays are counted as query_start_loc, seq_lens, positions, slot_mapping, then each group's block_table, own
-    slot_mapping, out; `shares_slots` says of each group whether it reads the batch's slot_mapping.
+    The arrays are, in this order, query_start_loc, seq_lens, positions, and each group's out, block_table,
+    slot_mapping.
     """
     group_size = struct.calcsize(_GROUP_FORMAT)
-    addresses = {0: 0, 24: 1, 64: 2}  # by place in the kernel's structs
-    for i, shared in enumerate(shares_slots):
-        first = struct.calcsize(_BATCH_FORMAT) + i * group_size
-        addresses |= {first: 3 * i + 6, first + 88: 3 * i + 4, first + 128: 3 if shared else 3 * i + 5}
-    arguments = bytes(prepared[5].block)[: _ARGUMENTS[prepared[2]].size]
-    ends = [*addresses, len(arguments)][1:]
+    groups = range(struct.calcsize(_BATCH_FORMAT), _ARGUMENTS[num_groups].size, group_size)
+    addresses = [0, 24, 64, *(group + place for group in groups for place in (0, 88, 128))]
     layout = ""
     fields: list[int | bytes] = []
-    places = []
-    for (offset, array), end in zip(addresses.items(), ends, strict=True):
-        places.append((len(fields), array))
-        constants = arguments[offset + 8 : end]
+    packed = bytes(arguments.block)
+    for address, end in itertools.pairwise([*addresses, len(packed)]):
+        constants = packed[address + 8 : end]
         layout += f"q{len(constants)}s"
         fields += 0, constants
-    return struct.Struct("=" + layout).pack_into, fields, places
+    return struct.Struct("=" + layout).pack_into, fields
 
 
-def launch(prepared: Launch, stream: int) -> None:
+def launch(grid: Grid, arguments: Arguments, stream: int) -> None:
     """Launch in the kernel's own context, and leave the caller's current as it was."""
-    (function, context, driver, _), blocks, groups, threads, shared, arguments = prepared
+    (function, context, driver, _), blocks, groups, threads, shared = grid
     current = driver.ctxGetCurrent()
     if current == context:
         driver.launchKernel(function, blocks, groups, 1, threads, 1, 1, shared, stream, arguments.pointers, 0)

@@ -39,8 +39,8 @@ class SlotMappingPlan:
             map_on_cpu(*self._call)
         elif self._launches:
             stream = self._stream()
-            for prepared in self._launches:
-                _gpu.launch(prepared, stream)
+            for grid, arguments in self._launches:
+                _gpu.launch(grid, arguments, stream)
         return self._results
 
 

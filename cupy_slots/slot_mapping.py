@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from . import _cpu, _forms, _gpu
-from ._arrays import CPU, LIBRARIES, Table, Vector, device_name, overlap
+from ._arrays import CPU, LIBRARIES, Table, Vector, device_name, is_contiguous_int64, overlap
 from ._gpu import Group
 from ._integers import INT64_MAX, int_at_least
 from .context_parallel import UNSHARDED, Sharding, check_sharding, interleaved_states
@@ -130,10 +131,9 @@ def get_compressed_slot_mapping(
     The rule and the order of the arguments are those of vLLM 0.33's function of this name; keyword-only
     arguments, the several array libraries, and the checks are this project's.
     """
-    cache = (block_table, block_size, compress_ratio, out, None)
-    sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
-    batch = (num_tokens, slot_mapping, query_start_loc, seq_lens, positions)
-    return _map(*batch, (cache,), (CacheGroup._fields,), sharding)[0]
+    numbers = (num_tokens, dcp_world_size, cp_interleave, dcp_rank, cp_shard, block_size, compress_ratio)
+    arrays = (slot_mapping, query_start_loc, seq_lens, positions, block_table, out, None)
+    return _map(numbers, arrays, CacheGroup._fields)[0]
 
 
 def get_compressed_slot_mappings(
@@ -189,9 +189,10 @@ def get_compressed_slot_mappings(
     >>> compressed
     array([ -1,  -1,  -1, 193])
     """
-    caches = as_cache_groups(groups)
-    sharding = check_sharding(dcp_world_size, cp_interleave, dcp_rank, cp_shard)
-    return _map(num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, None, sharding)
+    caches = list(chain.from_iterable(as_cache_groups(groups)))
+    numbers = (num_tokens, dcp_world_size, cp_interleave, dcp_rank, cp_shard, *caches[1::5], *caches[2::5])
+    arrays = (slot_mapping, query_start_loc, seq_lens, positions, *caches[::5], *caches[3::5], *caches[4::5])
+    return _map(numbers, arrays)
 
 
 def as_cache_groups(groups: Sequence[CacheGroup]) -> list[CacheGroup]:
@@ -207,31 +208,24 @@ def names_of_groups(number: int) -> list[tuple[str, ...]]:
     return [tuple(f"groups[{i}].{field}" for field in CacheGroup._fields) for i in range(number)]
 
 
-def _map(
-    num_tokens: int,
-    slot_mapping: Any,
-    query_start_loc: Any,
-    seq_lens: Any,
-    positions: Any,
-    caches: Sequence[Any],
-    names: Sequence[tuple[str, ...]] | None,
-    sharding: Sharding,
-) -> list[Any]:
-    """Recall the form of the call, or check everything; then write. The one way of every call."""
-    arrays = [query_start_loc, seq_lens, positions, slot_mapping]
-    numbers = [num_tokens]
-    results = []
-    for block_table, block_size, compress_ratio, out, own_slot_mapping in caches:
-        arrays += block_table, own_slot_mapping, out
-        numbers += block_size, compress_ratio
-        results.append(out)
-    key, addresses, form = _forms.recall(arrays, numbers, sharding)
-    if form is not None and form.run(query_start_loc, results, addresses):
+def _map(numbers: tuple[Any, ...], arrays: tuple[Any, ...], names: tuple[str, ...] | None = None) -> list[Any]:
+    """Launch as a call of the same form did, or check everything and then write. The one way of every call.
+
+    Behind the numbers and the arrays of the batch come the groups': field by field, each for all groups. `names` is
+    what errors call the fields of an only group.
+    """
+    kind, results = _forms.launch_again(numbers, arrays)
+    if results is not None:
         return results
 
-    names = names or names_of_groups(len(caches))
+    num_tokens, *ranks = numbers[:5]
+    slot_mapping, query_start_loc, seq_lens, positions = arrays[:4]
+    n = (len(numbers) - 5) // 2
+    fields = arrays[4 : 4 + n], numbers[5 : 5 + n], numbers[5 + n :], arrays[4 + n : 4 + 2 * n], arrays[4 + 2 * n :]
+    caches, group_names = list(zip(*fields, strict=True)), [names] if names else names_of_groups(n)
+    sharding = check_sharding(*ranks)
     num_tokens, batch, groups, results, stream_giver = check_call(
-        num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, names, sharding
+        num_tokens, slot_mapping, query_start_loc, seq_lens, positions, caches, group_names, sharding
     )
     starts, lengths, given_positions, _ = batch
     device = starts[5]
@@ -239,12 +233,10 @@ def _map(
         map_on_cpu(num_tokens, starts, lengths, given_positions, groups, sharding)
         return results
     stream = LIBRARIES[type(stream_giver)].stream(stream_giver, device)
-    call = (num_tokens, starts, lengths, given_positions, groups, sharding)
-    launches = _gpu.compressed_slot_mapping(*call, stream=stream)
-    if key is not None and _is_plain(batch, groups):
-        _forms.remember(key, num_tokens, batch, groups, launches)
-    for prepared in launches:
-        _gpu.give_back(prepared[5])
+    mapped = (num_tokens, starts, lengths, given_positions, groups, sharding)
+    launches = _gpu.compressed_slot_mapping(*mapped, stream=stream)
+    if kind and len(launches) == 1 and _is_plain(batch, groups):
+        kind.remember(arrays, batch, groups, launches[0])
     return results
 
 
@@ -381,8 +373,7 @@ def _check_places(
 
 def _in_place(out: Vector, slots: Vector) -> bool:
     """Whether each token's slot lies where its result goes."""
-    _, pointer, length, stride, itemsize, _, _, _ = slots
-    return pointer == out[1] and itemsize == 8 and (stride == 8 or length <= 1)
+    return slots[1] == out[1] and is_contiguous_int64(slots)
 
 
 def map_on_cpu(

@@ -375,8 +375,8 @@ def test_device_and_stream_stay_current(backend, device, monkeypatch):
         assert current() == before
         failing = SimpleNamespace(**vars(cupy.cuda.driver) | {"launchKernel": fail})
         for kernel in _jit.Kernel.registry:
-            for loaded_on, loaded in kernel.loaded.items():
-                monkeypatch.setitem(kernel.loaded, loaded_on, loaded._replace(driver=failing))
+            loaded = {loaded_on: loaded._replace(driver=failing) for loaded_on, loaded in kernel.loaded.items()}
+            monkeypatch.setattr(kernel, "loaded", loaded)
         with pytest.raises(RuntimeError, match="no launch"):
             get_compressed_slot_mapping(**inputs)
         assert current() == before
