@@ -20,12 +20,13 @@ def watch(call) -> list[tuple[tuple[str, ...], partial]]:
     entered, path = [], []
 
     def on_event(frame, event, _):
-        function = frame.f_globals.get(frame.f_code.co_name)
-        # Methods, lambdas and comprehensions count as their caller's.
+        name, owner = frame.f_code.co_name, frame.f_locals.get("self")
+        function = frame.f_globals.get(name) if owner is None else getattr(owner, name, None)
+        # Lambdas and comprehensions count as their caller's.
         if frame.f_globals.get("__package__") != PACKAGE or getattr(function, "__code__", None) is not frame.f_code:
             return
         if event == "call":
-            path.append(function.__name__)
+            path.append(f"{type(owner).__name__}.{name}" if owner else name)
             entered.append((tuple(path), again(function, frame)))
         elif event == "return":
             path.pop()
@@ -43,8 +44,9 @@ def again(function, frame) -> partial:
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     # Lists and dicts as they are now: the call goes on to change them.
     values = [copy(value) if isinstance(value := frame.f_locals[name], list | dict) else value for name in names]
+    bound = int("self" in names)
     keywords = dict(zip(names[code.co_argcount :], values[code.co_argcount :], strict=True))
-    return partial(function, *values[: code.co_argcount], **keywords)
+    return partial(function, *values[bound : code.co_argcount], **keywords)
 
 
 def call_tree(call, rounds) -> str:

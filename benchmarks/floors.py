@@ -6,7 +6,7 @@ from functools import partial
 import cupy
 import torch
 
-from cupy_slots import _gpu, _jit
+from cupy_slots import _jit
 
 THREADS = 256
 PAD = -1
@@ -77,24 +77,23 @@ class _Recorder(_StandIn):
 @contextmanager
 def stand_in(driver):
     """Let the package's loaded kernels go through another driver for a while."""
-    before = [(kernel.loaded, dict(kernel.loaded)) for kernel in _jit.Kernel.registry]
-    for loaded, _ in before:
-        loaded.update({device: kernel._replace(driver=driver) for device, kernel in loaded.items()})
+    before = [kernel.loaded for kernel in _jit.Kernel.registry]
+    for kernel in _jit.Kernel.registry:
+        kernel.loaded = {device: loaded._replace(driver=driver) for device, loaded in kernel.loaded.items()}
     try:
         yield
     finally:
-        for loaded, original in before:
-            loaded.update(original)
+        for kernel, loaded in zip(_jit.Kernel.registry, before, strict=True):
+            kernel.loaded = loaded
 
 
 class BareLaunch:
-    """The launch that `call` makes, as one call of the driver with its arguments ready."""
+    """The launch of a plan, as one call of the driver with its arguments ready."""
 
-    def __init__(self, call) -> None:
-        call()  # loads the kernel, if that is still to be done
+    def __init__(self, make_plan) -> None:
+        make_plan()  # loads the kernel, if that is still to be done
         recorder = _Recorder(cupy.cuda.driver)
         with stand_in(recorder):
-            call()
+            self._plan = make_plan()  # kept, since the launch reads its memory
+            self._plan.run()
         (self.launch,) = recorder.launches
-        # The launch reads this memory: the package may not write another call's arguments to it.
-        self._kept = [_gpu._arguments.pop() for _ in range(len(_gpu._arguments))]
