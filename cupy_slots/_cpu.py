@@ -120,7 +120,7 @@ def _write(runs: _Runs, group: Group, sharding: Sharding) -> None:
     own_slot = group.slot_mapping
     if own_slot is not None and np.may_share_memory(own_slot, group.out):
         own_slot = own_slot.copy()
-    group.out.fill(PAD)
+    group.out.view(np.uint8).fill(0xFF)  # PAD, all bits set, by a memset: up to twice as fast as a fill with int64
     step = max(1, _STATES_AT_ONCE // runs.length.max(initial=1))
     for first in range(0, len(slot), step):
         part = slice(first, first + step)
