@@ -65,9 +65,9 @@ def compressed_slot_mapping(
 
 def _real_requests(query_start_loc: np.ndarray) -> np.ndarray:
     """The offsets before the first that falls, in 64 bits."""
-    falls = query_start_loc[1:] < query_start_loc[:-1]
-    if falls.any():
-        query_start_loc = query_start_loc[: falls.argmax() + 1]
+    (falls,) = (query_start_loc[1:] < query_start_loc[:-1]).nonzero()
+    if len(falls):
+        query_start_loc = query_start_loc[: falls[0] + 1]
     return query_start_loc.astype(np.int64)
 
 
@@ -83,10 +83,11 @@ def _runs(
     state, end, base = state[closing], end[closing], base[closing]
 
     part = state // longest
-    parts = (end - 1) // longest - part + 1
-    if len(closing) < parts.sum():
-        closing, state, end, base = (np.repeat(a, parts) for a in (closing, state, end, base))
-        part = np.repeat(part + parts - np.cumsum(parts), parts) + np.arange(len(closing))
+    more = (end - 1) // longest - part
+    if np.count_nonzero(more):
+        parts = more + 1
+        closing, state, end, base = (a.repeat(parts) for a in (closing, state, end, base))
+        part = (part + parts - parts.cumsum()).repeat(parts) + np.arange(len(closing))
         state = np.maximum(state, part * longest)
         end = np.minimum(end, (part + 1) * longest)
     return _Runs((state + 1) * compress_ratio - (base + 1), closing, state, end - state)
@@ -114,7 +115,7 @@ def _write(runs: _Runs, group: Group, sharding: Sharding) -> None:
     page = group.block_table[runs.request, column].astype(np.int64, copy=False)
     slot = (page - column) * group.block_size + runs.state
     has_page = page >= 0
-    if not has_page.all():
+    if np.count_nonzero(has_page) < len(has_page):
         runs, slot = _keep(runs, has_page), slot[has_page]
 
     own_slot = group.slot_mapping
@@ -134,16 +135,17 @@ def _expand(
     token: np.ndarray, slot: np.ndarray, length: np.ndarray, compress_ratio: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of all states of some runs, and their slots."""
-    total = length.sum()
+    after = length.cumsum()
+    total = after[-1]
     if len(token) == total:
         return token, slot
-    before = length.cumsum() - length
-    tokens = np.repeat(token - before * compress_ratio, length)
+    before = after - length
+    tokens = (token - before * compress_ratio).repeat(length)
     tokens += np.arange(0, total * compress_ratio, compress_ratio)
-    slots = np.repeat(slot - before, length)
+    slots = (slot - before).repeat(length)
     slots += np.arange(total)
     return tokens, slots
 
 
 def _keep(runs: _Runs, kept: np.ndarray) -> _Runs:
-    return runs if kept.all() else _Runs(*(column[kept] for column in runs))
+    return runs if np.count_nonzero(kept) == len(kept) else _Runs(*(column[kept] for column in runs))
