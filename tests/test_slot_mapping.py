@@ -211,6 +211,41 @@ def test_large_batches(backend, size, tail):
     assert to_list(memory) == GUARD + expected + [-1] * tail + GUARD, (size, tail)
 
 
+@cache
+def long_requests(requests, block_size, compress_ratio):
+    """The first begins before the batch, all inside a page, and the last of their pages is not in the table."""
+    rng = np.random.default_rng(0)
+    n, tokens_each = 120_000, 120_000 // requests
+    own = rng.integers(0, 2**40, n)
+    own[rng.random(n) < 0.1] = -1
+    block_table = rng.integers(0, 2**20, (requests, max(1, tokens_each // compress_ratio // block_size)))
+    block_table[rng.random(block_table.shape) < 0.05] = -1
+    block_table[-1, -1] = -1
+    arguments = {
+        "num_tokens": n,
+        "slot_mapping": own.tolist(),
+        "query_start_loc": [-5 + r * tokens_each for r in range(requests)] + [n + 5],
+        "seq_lens": (tokens_each + rng.integers(0, 500, requests)).tolist(),
+        "block_table": block_table.tolist(),
+        "block_size": block_size,
+        "compress_ratio": compress_ratio,
+    }
+    return arguments, oracle.compressed_slot_mapping(**arguments)
+
+
+@every_backend
+@pytest.mark.parametrize("compress_ratio", [1, 3])
+@pytest.mark.parametrize("block_size", [1, 7, 50_000])
+@pytest.mark.parametrize("requests", [1, 2, 16])
+def test_long_requests(backend, requests, block_size, compress_ratio):
+    arguments, expected = long_requests(requests, block_size, compress_ratio)
+    inputs = backend.make_inputs(arguments)
+    assert to_list(get_compressed_slot_mapping(**inputs)) == expected
+    out, memory = backend.make_out(arguments["slot_mapping"])
+    get_compressed_slot_mapping(**inputs | {"slot_mapping": out}, out=out)
+    assert to_list(memory) == GUARD + expected + GUARD
+
+
 @every_backend
 @pytest.mark.parametrize("length", [6, 8, 11])
 def test_in_place_in_a_buffer_of_another_length(backend, length):
