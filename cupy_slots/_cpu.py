@@ -143,7 +143,7 @@ def _write_slots(
 
     if np.count_nonzero(pages < 0):
         written = written & of_states(pages >= 0)
-    slot = (pages.astype(np.int64) - count[: len(pages)]) * block_size + offset
+    slot = (pages - count[: len(pages)]) * block_size + offset
     np.copyto(out, of_states(slot) + count, where=written)
 
 
