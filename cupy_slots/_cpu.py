@@ -83,7 +83,8 @@ def _runs(
     num_tokens: int, query_start_loc: np.ndarray, seq_lens: np.ndarray, compress_ratio: int, longest: int
 ) -> _Runs:
     """Runs where each request's tokens are the last of its sequence: `position = token + base`."""
-    base = seq_lens[: len(query_start_loc) - 1] - query_start_loc[1:]
+    # A negative length maps as little as 0 does, which no offset makes wrap.
+    base = np.maximum(seq_lens[: len(query_start_loc) - 1], 0) - query_start_loc[1:]
     bounds = np.minimum(np.maximum(query_start_loc, 0), num_tokens)
     state = np.maximum(bounds[:-1] + base, 0) // compress_ratio
     end = (bounds[1:] + base) // compress_ratio
@@ -96,8 +97,9 @@ def _runs(
         parts = more + 1
         closing, state, end, base = (a.repeat(parts) for a in (closing, state, end, base))
         part = (part + parts - parts.cumsum()).repeat(parts) + np.arange(len(closing))
-        state = np.maximum(state, part * longest)
-        end = np.minimum(end, (part + 1) * longest)
+        first = part * longest
+        state = np.maximum(state, first)
+        end = np.minimum(end - first, longest) + first
     return _Runs((state + 1) * compress_ratio - (base + 1), closing, state, end - state)
 
 

@@ -247,6 +247,25 @@ def test_long_requests(backend, requests, block_size, compress_ratio):
 
 
 @every_backend
+@pytest.mark.parametrize("requests", [1, 7])
+@pytest.mark.parametrize("length", [-(2**63), -(2**62), 2**62 + 3, 2**63 - 1])
+@pytest.mark.parametrize("sharded", [{}, {"dcp_world_size": 2, "dcp_rank": 1, "cp_interleave": 2**61}])
+def test_lengths_at_the_ends_of_64_bits(backend, requests, length, sharded):
+    """Where a request goes on from the page of states below 2**62 to the next one."""
+    arguments = {
+        "num_tokens": 6 * requests - 1,  # the last request goes on
+        "slot_mapping": None,
+        "query_start_loc": list(range(0, 6 * requests + 1, 6)),
+        "seq_lens": [length] * requests,
+        "block_table": [[0, 0]] * requests,
+        "block_size": 2**62,
+        "compress_ratio": 1,
+    } | sharded
+    inputs = backend.make_inputs(arguments, {"seq_lens": (np.int64, "plain")})
+    assert to_list(get_compressed_slot_mapping(**inputs)) == oracle.compressed_slot_mapping(**arguments)
+
+
+@every_backend
 @pytest.mark.parametrize("length", [6, 8, 11])
 def test_in_place_in_a_buffer_of_another_length(backend, length):
     """`out` begins where `slot_mapping` does, and ends before it, with it, or behind it."""
