@@ -50,12 +50,15 @@ def _raise_alignment(name: str, pointer: int, strides: tuple[int, ...]) -> NoRet
 
 def _span(pointer: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[int, int]:
     """First byte, and the one behind the last, of an array that may be empty or run backwards."""
-    reaches = [(length - 1) * stride for length, stride in zip(shape, strides, strict=True)]
-    if 0 in shape:
-        return pointer, pointer
-    return pointer + sum(min(0, reach) for reach in reaches), pointer + sum(
-        max(0, reach) for reach in reaches
-    ) + itemsize
+    low = high = pointer
+    for length, stride in zip(shape, strides, strict=True):
+        if length == 0:
+            return pointer, pointer
+        if stride < 0:
+            low += (length - 1) * stride
+        else:
+            high += (length - 1) * stride
+    return low, high + itemsize
 
 
 class _NumPy:
